@@ -1,15 +1,20 @@
-"""Deadlines and byte budget of diffusion requests, on a scheduler reduced to what the mixin uses of vLLM's."""
+"""Deadlines, memory and tokens of diffusion requests, on a scheduler reduced to what the mixin uses of vLLM's."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen2_5OmniToken2WavConfig
 
-from omni_actors.engine.scheduler import Claim, DiffusionMixin
+from omni_actors.config import StageConfig, StageKind
+from omni_actors.engine.models.qwen2_5_omni.code2wav import Qwen2_5OmniCode2Wav
+from omni_actors.engine.models.qwen2_5_omni.stream import Geometry
+from omni_actors.engine.scheduler import Claim, DeviceBudget, DiffusionMixin
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.stage.sound import LONG_STEP_TOKENS, STRETCH, TOKENS_PER_SECOND
 from tests.support.row_streams import CountedRequest, CountingScheduler
@@ -70,13 +75,6 @@ def test_running_request_waits_for_its_expensive_last_step():
     # Both run together until the decoding at the end, for which there is room only one at a time.
     steps = run(10, diffusion("a", 3, 2, 9), diffusion("b", 3, 2, 9))
     assert steps == [["a", "b"], ["a", "b"], ["a"], ["b"]]
-
-
-def test_of_two_jobs_in_progress_the_more_urgent_takes_the_step_that_has_room_for_one():
-    patient, urgent = diffusion("patient", 3, 2, 9), diffusion("urgent", 3, 2, 9)
-    patient.priority, urgent.priority = 5, 1
-    steps = run(10, patient, urgent)
-    assert steps == [["urgent", "patient"], ["urgent", "patient"], ["urgent"], ["patient"]]
 
 
 def test_while_requests_wait_for_memory_that_waits_for_input_there_is_nothing_to_do():
@@ -165,29 +163,37 @@ def picture(name: str, steps: int, tokens: int, arrived: float = NOW, **others: 
     return diffusion(name, steps, 1, due=arrived, tokens=tokens, **others)
 
 
-def test_a_step_takes_as_many_pictures_as_its_tokens_allow_and_a_larger_one_runs_alone():
-    steps = run(99, picture("a", 1, 2000), picture("b", 1, 2000), picture("c", 1, 2000), picture("large", 1, 9000))
-    assert steps == [["a", "b"], ["c"], ["large"]]
+# Name, steps and tokens of each picture that is there; the one that comes later, and before which step; the steps.
+SMALL_DURING_LARGE = [["large"], ["small"], ["small"], ["large"], ["large"], ["large"]]
+PICTURES = {
+    "as many as the tokens of a step allow, and a larger one alone": (
+        [("a", 1, 2000), ("b", 1, 2000), ("c", 1, 2000), ("large", 1, 9000)],
+        {},
+        [["a", "b"], ["c"], ["large"]],
+    ),
+    "what does not fit leaves its place to what does, as it is not short of memory": (
+        [("a", 1, 1500), ("b", 1, 3000), ("c", 2, 2000)],
+        {},
+        [["a", "c"], ["b"], ["c"]],
+    ),
+    "a small one during a large one": ([("large", 4, 16_000)], {1: ("small", 2, 1000, 100.1)}, SMALL_DURING_LARGE),
+    "a large one, which takes four seconds alone, is not overdue": (
+        [("large", 10, 16_000)],
+        {9: ("small", 1, 1000, NOW + 15)},
+        [*9 * [["large"]], ["small"], ["large"]],
+    ),
+    "it is overdue": (
+        [("large", 10, 16_000)],
+        {9: ("small", 1, 1000, NOW + 17)},
+        [*9 * [["large"]], ["large"], ["small"]],
+    ),
+}
 
 
-def test_what_does_not_fit_the_tokens_of_a_step_leaves_its_place_to_what_does():
-    # It is not short of memory, so nothing has to be kept free for it.
-    steps = run(99, picture("a", 1, 1500), picture("b", 1, 3000), picture("c", 2, 2000))
-    assert steps == [["a", "c"], ["b"], ["c"]]
-
-
-def test_a_small_picture_that_comes_during_a_large_one_is_done_first_and_the_large_one_then_goes_on():
-    large, small = picture("large", 4, 16_000), picture("small", 2, 1000, NOW + 0.1)
-    steps = run(99, large, arrivals={1: small})
-    assert steps == [["large"], ["small"], ["small"], ["large"], ["large"], ["large"]]
-
-
-@pytest.mark.parametrize(("arrived", "order"), [(NOW + 15, ["small", "large"]), (NOW + 17, ["large", "small"])])
-def test_a_large_picture_of_which_most_is_made_yields_to_small_ones_until_it_is_overdue(arrived, order):
-    """It takes four seconds alone."""
-    large, small = picture("large", 10, 16_000), picture("small", 1, 1000, arrived)
-    steps = run(99, large, arrivals={9: small})
-    assert steps == [*9 * [["large"]], *([name] for name in order)]
+@pytest.mark.parametrize(("there", "arrivals", "steps"), PICTURES.values(), ids=list(PICTURES))
+def test_pictures_share_steps(there, arrivals, steps):
+    coming = {number: picture(*given) for number, given in arrivals.items()}
+    assert run(99, *(picture(*given) for given in there), arrivals=coming) == steps
 
 
 @pytest.mark.parametrize(("tokens", "behind"), [(LONG_STEP_TOKENS + 1, []), (LONG_STEP_TOKENS, ["large"])])
@@ -225,3 +231,100 @@ def test_no_picture_waits_for_ever_however_many_smaller_ones_keep_coming(large, 
         # Only those that came before it is due go before it; each of their steps takes a tenth of a second.
         earlier = STRETCH * steps * tokens / TOKENS_PER_SECOND / 0.1 + 1
         assert number <= (earlier + 1) * 9 + steps
+
+
+LIMIT = 100
+
+
+def job(*, held: int = 0, step: int = 0, final: int | None = None, steps: int = 1) -> DiffusionJob:
+    return DiffusionJob(None, steps, step, step if final is None else final, held)
+
+
+def admitted(budget: DeviceBudget, request_id: str, number: int, work: DiffusionJob, claim: Claim) -> bool:
+    return budget.admits(f"{request_id}/{number}", work, claim)
+
+
+def test_later_jobs_pass_a_request_that_waits_and_new_requests_do_not() -> None:
+    budget = DeviceBudget(LIMIT)
+    a, large, small = Claim("a", 40, 20), Claim("large", 50, 20), Claim("small", 1, 20)
+    budget.begin_step()
+    assert admitted(budget, "a", 0, job(step=20), a)
+    budget.job_ended("a/0")
+    budget.begin_step()
+    assert not admitted(budget, "large", 0, job(step=20), large)
+    assert not admitted(budget, "small", 0, job(step=20), small), "it would fit, but must not overtake"
+    assert admitted(budget, "a", 1, job(step=20), a), "only its end makes room for the others"
+
+
+def test_a_job_waits_until_each_job_in_progress_could_take_its_dearest_step() -> None:
+    budget = DeviceBudget(LIMIT)
+    budget.begin_step()
+    assert budget.admits("a", job(held=20, step=5, final=50, steps=3))
+    assert not budget.admits("b", job(held=35, step=5, steps=3)), "with it, the last step of the first would not fit"
+
+
+@dataclass
+class Spoken:
+    """A request in the simulation: its jobs, and how many steps of the present one are done."""
+
+    claim: Claim
+    jobs: list[DiffusionJob]
+    at: int = 0
+    step: int = 0
+    running: bool = False
+
+
+sizes = st.integers(0, 60)
+jobs = st.builds(
+    lambda held, step, final, steps: DiffusionJob(None, steps, step, final, held),
+    sizes,
+    sizes,
+    sizes,
+    st.integers(1, 4),
+)
+
+
+@given(st.lists(st.tuples(sizes, st.lists(jobs, min_size=1, max_size=4)), min_size=1, max_size=8), st.randoms())
+def test_any_requests_stay_within_the_budget_and_all_of_them_end(requests, random) -> None:
+    budget = DeviceBudget(LIMIT)
+    spoken = [
+        Spoken(Claim(str(number), held, max(each.held_bytes + each.most_bytes for each in work)), work)
+        for number, (held, work) in enumerate(requests)
+    ]
+    for _ in range(1000):
+        if not spoken:
+            break
+        random.shuffle(spoken)  # any order of precedence, another in each step
+        budget.begin_step()
+        taken = [each for each in spoken if each.running and budget.takes(each.jobs[each.at], each.step + 1)]
+        for each in spoken:
+            name = f"{each.claim.request_id}/{each.at}"
+            if not each.running and budget.admits(name, each.jobs[each.at], each.claim):
+                each.running = True
+                taken.append(each)
+        assert taken, "something can always go on"
+        admitted_requests = sum(bool(each.running or each.at) for each in spoken)
+        assert budget.held.used + budget.step_bytes <= LIMIT or admitted_requests == 1
+        for each in taken:
+            each.step += 1
+            if each.step == each.jobs[each.at].num_steps:
+                budget.job_ended(f"{each.claim.request_id}/{each.at}")
+                each.at, each.step, each.running = each.at + 1, 0, False
+                if each.at == len(each.jobs):
+                    budget.request_ended(each.claim.request_id)
+                    spoken.remove(each)
+    assert not spoken
+    assert budget.held.used == 0
+
+
+def test_the_default_admits_as_many_requests_of_the_published_size_as_its_description_says() -> None:
+    geometry = Geometry(Qwen2_5OmniToken2WavConfig(), Qwen2_5OmniCode2Wav.chunks, kept_itemsize=2)
+    kept, largest = (measure(9, 2) for measure in (geometry.carried_bytes, geometry.largest_job_bytes))
+    assert kept == pytest.approx(14.2e6, rel=0.01)
+    budget = DeviceBudget(StageConfig(name="code2wav", kind=StageKind.DIFFUSION).budget_bytes)
+    admits = 0
+    for number in range(1000):
+        budget.begin_step()
+        admits += budget.admits(f"{number}/0", DiffusionJob(None, 1), Claim(str(number), kept, largest))
+        budget.job_ended(f"{number}/0")
+    assert f"14.2 MB for a request, and the default admits {admits} requests" in " ".join(StageConfig.__doc__.split())
