@@ -7,7 +7,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +17,6 @@ from omni_actors.config.checkpoint import models_of
 from omni_actors.engine import models
 from omni_actors.engine.arguments import OmniEngineArgs, OmniModelConfig
 from omni_actors.engine.autoregressive import AutoregressiveEngine
-from omni_actors.engine.core import VllmCore
 from omni_actors.engine.models import checkpoint_architecture
 from omni_actors.engine.models.qwen2_5_omni import talker
 from omni_actors.errors import ConfigError
@@ -100,20 +99,6 @@ def test_a_diffusion_stage_is_not_spread(option: str) -> None:
         check(FULL, **{f"stages__code2wav__engine__{option}": "2", "stages__code2wav__devices": "[0, 1]"})
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "problem"),
-    [
-        ("step_second", 1.0, "step_second: unknown key. Did you mean 'step_seconds'"),
-        ("step_seconds", "1.0", "stages.talker.engine.step_seconds: Expected `float`, got `str`"),
-    ],
-)
-def test_a_wrong_option_of_an_echo_stage_is_named(tmp_path: Path, option: str, value: object, problem: str) -> None:
-    data = chain()
-    data["stages"][2]["engine"] = {option: value}
-    with pytest.raises(ConfigError, match=problem):
-        check_engines(load(tmp_path, data).pipeline)
-
-
 def test_a_custom_stage_checks_its_own_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,15 +120,6 @@ def test_a_custom_stage_checks_its_own_options(
     ]
 
 
-if TYPE_CHECKING:  # the engine package prepares the process, which must precede vLLM
-    from vllm.config import VllmConfig
-
-
-@pytest.fixture
-def vllm_config(tiny_checkpoint: Path) -> VllmConfig:
-    return OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "talker"), "autoregressive").create_engine_config()
-
-
 @pytest.mark.parametrize("adapter", ["collections.OrderedDict", "json.dumps"])
 def test_an_adapter_of_a_plugin_must_be_one(
     tiny_checkpoint: Path, adapter: str, monkeypatch: pytest.MonkeyPatch
@@ -157,13 +133,6 @@ def test_an_adapter_of_a_plugin_must_be_one(
     with pytest.raises(ConfigError, match=f"{adapter} is not an AutoregressiveAdapter") as caught:
         AutoregressiveEngine(arguments)
     assert "ModelSpec" in caught.value.hint
-
-
-def test_vllms_own_scheduler_is_refused(vllm_config: VllmConfig) -> None:
-    vllm_config.scheduler_config.scheduler_cls = None  # as where a configuration was not made by OmniEngineArgs
-    with pytest.raises(ConfigError, match="Scheduler is not an OmniSchedulerInterface") as caught:
-        VllmCore(vllm_config)
-    assert "create_engine_config" in caught.value.hint
 
 
 def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -200,10 +169,6 @@ def test_a_stage_runs_the_checkpoint_of_its_own_and_a_prompt_stage_that_of_the_n
     loaded = load(tmp_path, data).pipeline
     assert loaded.stage("thinker").model == str(tmp_path / "own"), "relative to the YAML file"
     assert models_of(loaded) == (str(tmp_path / "own"), "echo", "someone/vocoder")
-
-
-def test_a_checkpoint_that_is_not_there_is_named_with_its_stage(tmp_path: Path) -> None:
-    data = pipeline()
     data["stages"][TALKER]["model"] = "./nowhere"
     with pytest.raises(ConfigError, match=r"stages\.talker\.model: there is no folder './nowhere'"):
         load(tmp_path, data)

@@ -118,18 +118,15 @@ def test_prompts_that_fit_a_graph_of_prompts_are_not_run_again(
     from vllm.config import CUDAGraphMode
     from vllm.config.lora import LoRAConfig
 
-    from omni_actors.engine.workers.gpu import Experts, prompt_sizes
-
-    experts, graphs = Experts((128, 1536, 2048), (128, 2048, 768), 8), [1, 2, 4, *range(8, 257, 8)]
-    monkeypatch.setattr("omni_actors.engine.workers.gpu.experts_of", lambda _model: {experts})
+    monkeypatch.setattr("omni_actors.engine.workers.gpu.experts_of", lambda _model: {THINKER})
     monkeypatch.setattr(worker, "get_model", lambda: None)
     config = worker.vllm_config
     config.scheduler_config.max_num_batched_tokens = 2048
-    config.compilation_config.cudagraph_capture_sizes = graphs
+    config.compilation_config.cudagraph_capture_sizes = GRAPHS
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    assert worker.omni_prompt_sizes() == prompt_sizes([experts], graphs, 2048)
+    assert worker.omni_prompt_sizes() == prompt_sizes([THINKER], GRAPHS, 2048)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    assert worker.omni_prompt_sizes() == prompt_sizes([experts], [], 2048)
+    assert worker.omni_prompt_sizes() == prompt_sizes([THINKER], [], 2048)
     assert worker.omni_prompt_sizes()[0] < 256
     config.lora_config = LoRAConfig(max_loras=1)
     assert worker.omni_prompt_sizes() == [], "adapters would be gone"
@@ -201,11 +198,7 @@ def test_several_kinds_of_experts_share_their_sizes(tuned_for: Tuned) -> None:
     sizes = prompt_sizes(kinds, GRAPHS, 2048)
     assert all_kernels(kinds, [*GRAPHS, 2048, *sizes]) == all_kernels(kinds, [*GRAPHS, *range(256, 2049)])
     assert len(sizes) < len(prompt_sizes([THINKER], GRAPHS, 2048)) + len(prompt_sizes([TALKER], GRAPHS, 2048))
-
-
-def test_a_batch_that_fits_a_graph_needs_nothing(tuned_for: Tuned) -> None:
-    tuned_for("NVIDIA_H200")
-    assert prompt_sizes([THINKER], GRAPHS, 256) == []
+    assert prompt_sizes(kinds, GRAPHS, 256) == [], "a batch that fits a graph needs nothing"
 
 
 class Clock:
@@ -222,8 +215,13 @@ class Clock:
 
 
 def test_a_start_waits_until_the_memory_of_a_killed_process_is_free(caplog: pytest.LogCaptureFixture) -> None:
-    clock, free = Clock(), iter([10 * GIB, 10 * GIB, 45 * GIB])
-    assert wait_for_memory(lambda: (next(free), 80 * GIB), 0.5, clock=clock, sleep=clock.sleep)
+    now, free = 100.0, iter([10 * GIB, 10 * GIB, 45 * GIB])
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    assert wait_for_memory(lambda: (next(free), 80 * GIB), 0.5, clock=lambda: now, sleep=sleep)
     assert next(free, None) is None
     assert "waiting for memory of the device: 10.0 GiB are free, 40.0 GiB needed" in caplog.text
 
