@@ -1,14 +1,18 @@
-"""The page about the architecture agrees with the tree, and the tree does not grow."""
+"""The page about the architecture agrees with the tree, the tree does not grow, and each library has its owner."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 from scripts import lines_per_package
+from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 
+PACKAGE = lines_per_package.PACKAGE
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
 CODE_LINES = 35_218
 FILES = 255
@@ -26,7 +30,7 @@ def test_the_package_does_not_grow() -> None:
 
 
 def test_no_two_classes_have_the_same_name() -> None:
-    sources = [path.read_text("utf-8") for path in lines_per_package.PACKAGE.rglob("*.py")]
+    sources = [path.read_text("utf-8") for path in PACKAGE.rglob("*.py")]
     counts = Counter(name for source in sources for name in re.findall(r"^ *class (\w+)[(:]", source, re.M))
     assert len(counts) > 500
     assert [name for name, count in counts.items() if count > 1] == []
@@ -44,12 +48,83 @@ NAMES_FAMILIES = {"engine/models/__init__.py", "engine/platform.py", "engine/pro
 
 
 def test_only_a_familys_own_folder_knows_it() -> None:
-    engine = lines_per_package.PACKAGE / "engine"
+    engine = PACKAGE / "engine"
     families = {path.parent for path in (engine / "models").glob("*/__init__.py")}
     shared = [path for path in engine.rglob("*.py") if path.parent not in families]
-    shared.append(lines_per_package.PACKAGE / "stage" / "processors.py")
-    naming = {
-        str(path.relative_to(lines_per_package.PACKAGE)) for path in shared if "qwen" in path.read_text("utf-8").lower()
-    }
+    shared.append(PACKAGE / "stage" / "processors.py")
+    naming = {str(path.relative_to(PACKAGE)) for path in shared if "qwen" in path.read_text("utf-8").lower()}
     assert families
     assert naming <= NAMES_FAMILIES
+
+
+CORE = PACKAGE / "coordinator" / "core"
+
+ONLY_IN = {  # third-party module -> who may import it
+    "zmq": {"transport"},
+    "vllm": {"engine"},
+    "torch": {"engine"},
+    "transformers": {"engine"},
+    "prometheus_client": {"telemetry", "cli"},
+    "opentelemetry": {"telemetry"},
+    "rich": {"cli", "client"},
+    "pickle": set(),
+    "cloudpickle": set(),
+    "marshal": set(),
+    "shelve": set(),
+    "dill": set(),
+}
+# What is not in coordinator/core:
+PURE = {"zmq", "asyncio", "threading", "socket", "time", "queue", "subprocess", "logging", "os"}
+
+
+def owner(path: Path) -> str:
+    """The package or module of the table that a file belongs to."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[str, ast.AST]]:
+    """Dotted names that a file imports, wherever in it."""
+    found: list[tuple[str, ast.AST]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "omni_actors":
+                found += [(f"omni_actors.{alias.name}", node) for alias in node.names]
+            else:
+                found.append((node.module or "", node))
+    return found
+
+
+def test_libraries_are_imported_by_their_owners_only() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        me = owner(path)
+        for name, node in imports(path):
+            library = name.split(".")[0]
+            if library in ONLY_IN:
+                assert me in ONLY_IN[library], f"{path}:{node.lineno}: {me} may not import {library}"
+            if CORE in path.parents:
+                assert library not in PURE, f"{path}:{node.lineno}: the core is pure, {library} is not"
+
+
+def loaded_by(code: str) -> set[str]:
+    program = f"{code}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    done = python("-c", program, check=True)
+    return set(done.stdout.split())
+
+
+def test_light_parts_load_neither_torch_nor_vllm() -> None:
+    parts = ["launch", "coordinator.process", "http_server.__main__", "stage.process", "stage.echo"]
+    code = "from omni_actors import AsyncOmniClient, OmniClient, OmniLLM\nimport omni_actors."
+    assert not loaded_by(code + ", omni_actors.".join(parts)) & {"torch", "vllm", "transformers", "triton"}
+
+
+def test_the_launcher_loads_no_coordinator() -> None:
+    """It starts one in a process of its own."""
+    program = (
+        "import omni_actors.launch, sys; print([name for name in sys.modules if name.endswith('coordinator.shell')])"
+    )
+    done = python("-c", program, check=True)
+    assert done.stdout == "[]\n"

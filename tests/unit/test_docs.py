@@ -8,15 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import yaml
 from msgspec import Struct
 
 from omni_actors.cli.main import SUBCOMMANDS
-from omni_actors.config import CoordinatorConfig, FlowConfig, HttpConfig, PipelineConfig, StageConfig
+from omni_actors.config import CoordinatorConfig, HttpConfig, PipelineConfig
 from omni_actors.config.schema import ClusterConfig
 from omni_actors.errors import ERROR_CLASSES, ErrorCode
 from omni_actors.http_server import bodies, chat, generation, videos
@@ -25,8 +23,6 @@ from omni_actors.media import decoders
 from omni_actors.media.limits import MediaLimits
 from omni_actors.protocol.fields import Limits
 from omni_actors.stage import attempts
-from omni_actors.telemetry import endpoint
-from omni_actors.transport import guard, sockets
 from scripts import reference_docs
 from tests.support.paths import REPOSITORY
 
@@ -117,21 +113,10 @@ def fields_in_vllm(package: str, name: str) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def test_every_page_is_in_the_menu() -> None:
-    def pages(entry: object) -> list[str]:
-        if isinstance(entry, dict):
-            return [page for content in entry.values() for page in pages(content)]
-        return [page for item in entry for page in pages(item)] if isinstance(entry, list) else [str(entry)]
-
-    listed = pages(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
-    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-
-
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "launch" / "README.md", *sorted(DOCS.rglob("*.md"))]
 PATH = re.compile(r"(?<![\w./:@$-])((?:[\w-]+/)+[\w-]+\.(?:py|sh|sbatch|yaml|service|md|json))(?![\w/])")
 FOLDERS = [REPOSITORY, REPOSITORY / "omni_actors", DOCS]  # a path may be relative to any of these
 ELSEWHERE = {"deploy/MODEL.yaml", "stage_configs/MODEL.yaml"}  # vllm-omni's, in migrating.md
-DEFAULT = re.compile(r"`(?:(coordinator|flow|http)\.)?([a-z]\w+)` \(([\d.]+) (s|KiB|MiB|GiB)\)")
 UNITS = {"s": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MODULE = re.compile(r"python -m ((?:omni_actors|tools|custom_model|custom_diffusion)[\w.]*)")
 COMMAND = re.compile(r"(?:^|[`$ ])omni-actors (\w+)", re.M)
@@ -148,37 +133,6 @@ def test_files_and_commands_that_a_page_names_exist(page: Path) -> None:
         found = base.joinpath(*name.split("."))
         assert found.with_suffix(".py").exists() or (found / "__main__.py").exists(), f"python -m {name}"
     assert set(COMMAND.findall(text)) <= set(SUBCOMMANDS)
-
-
-def default_of(section: str, key: str) -> Any:
-    """The default of a key of the YAML; without a section, of a stage's key."""
-    config = {"coordinator": CoordinatorConfig, "flow": FlowConfig, "http": HttpConfig, "": StageConfig}[section]
-    return {field.name: field.default for field in msgspec.structs.fields(config)}[key]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_a_default_named_in_passing_is_the_default(page: Path) -> None:
-    for section, key, value, unit in DEFAULT.findall(page.read_text()):
-        assert float(value) * UNITS[unit] == default_of(section, key), f"`{section}.{key}`"
-
-
-def test_the_bounds_of_the_threat_model_are_those_of_the_code() -> None:
-    text = (DOCS / "security.md").read_text()
-    http, message = HttpConfig(), Limits()
-    for bound in (
-        f"{http.head_bytes >> 10} KiB and {http.head_timeout:g} s for a head",
-        f"{guard.CONNECTIONS:,} connections (files less {guard.RESERVED_FILES})"
-        f"; {sockets.HANDSHAKE_MS // 1000} s; the oldest",
-        f"{guard.HANDSHAKE_BYTES >> 10} KiB before the key is accepted",
-        f"{sockets.MAX_FRAMES:,} frames are kept",
-        f"past {message.message_bytes >> 20} MiB, all together past "
-        f"{guard.UNFINISHED * message.message_bytes >> 30} GiB",
-        f"{endpoint.CONNECTIONS} connections, the oldest makes room",
-        f"{MediaLimits().decoded_bytes >> 20} MiB decoded for a request",
-        f"503 past {http.bodies_bytes >> 20} MiB in all",
-        f"{decoders.DECODE_SECONDS:g} s, {decoders.MEMORY_BYTES >> 30} GiB",
-    ):
-        assert bound in text
 
 
 def test_the_known_limits_are_those_of_the_code() -> None:
