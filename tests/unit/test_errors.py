@@ -22,6 +22,8 @@ def test_failed_round_trip(code: ErrorCode) -> None:
     assert vars(back) == {"message": "what", "hint": "do this", "stage": "talker", "retry_after": 2.5, "field": "stop"}
     assert back.code is code
     assert back.retryable == error.retryable
+    assert Failed.from_error(error, "thinker").stage == "talker", "that of the error wins over the reporting one"
+    assert Failed.from_error(ERROR_CLASSES[code]("what"), "thinker").stage == "thinker"
 
 
 def test_every_code_has_a_class_and_a_hint() -> None:
@@ -29,11 +31,6 @@ def test_every_code_has_a_class_and_a_hint() -> None:
     for code, cls in ERROR_CLASSES.items():
         assert cls.code is code
         assert cls.default_hint
-
-
-def test_stage_of_the_error_wins_over_the_reporting_one() -> None:
-    assert Failed.from_error(OmniError("x", stage="a"), "b").stage == "a"
-    assert Failed.from_error(OmniError("x"), "b").stage == "b"
 
 
 def test_long_texts_are_cut_to_what_may_travel() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import inspect
-import json
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -19,10 +17,10 @@ from starlette.types import Message, Receive, Scope, Send
 from omni_actors.client import Audio, ChoiceStreams, RequestStream, Text
 from omni_actors.errors import InvalidRequest, RequestTimeout
 from omni_actors.http_server import state as server_state
-from omni_actors.http_server.answer import Answer, AnswerResponse, event
+from omni_actors.http_server.answer import Answer, AnswerResponse
 from omni_actors.http_server.app import ENDPOINTS, Endpoint, RequestMiddleware, create_routes
 from omni_actors.http_server.bodies import Submission, reserve
-from omni_actors.http_server.encoders import encoded, encoder_of, fed, pcm16
+from omni_actors.http_server.encoders import encoded, encoder_of, fed
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.settings import ServerSettings
 from omni_actors.http_server.state import ServerState
@@ -120,13 +118,6 @@ async def test_sound_of_many_answers_is_taken_one_at_a_time_with_turns_for_other
         await asyncio.sleep(0)
     assert [request_id for _, request_id in seen] == ["0", "1", "2", "3"]
     assert len({number for number, _ in seen}) == len(streams), "no two in one turn of the loop"
-
-
-def test_bytes_in_an_event_are_base64() -> None:
-    samples = numpy.array([0.0, 1.0, -1.0, 2.0, 0.25], numpy.float32)
-    data = json.loads(event({"data": pcm16(samples)}).removeprefix(b"data: "))["data"]
-    assert numpy.frombuffer(base64.b64decode(data), "<i2").tolist() == [0, 32767, -32767, 32767, 8192]
-    assert samples.tolist() == [0.0, 1.0, -1.0, 2.0, 0.25], "the samples themselves stay as they are"
 
 
 class SlowPipeline:

@@ -1,29 +1,19 @@
-"""Bodies of the routes for pictures: OpenAI's fields are known, and each goes to the stages that take it; PNG files."""
+"""Pictures over HTTP: OpenAI's fields are known, each goes to the stages that take it. The usage of all answers."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import msgspec
 import numpy
-import numpy as np
 import pytest
 from openai.types import VideoCreateParams, image_edit_params, image_generate_params
-from PIL import Image
 
+from omni_actors.http_server.answer import usage_of
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.images import (
-    EDIT,
-    GENERATION,
-    ImageRequest,
-    background_of,
-    encoded_image,
-    flattened,
-    params_of,
-)
+from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
 from omni_actors.http_server.videos import BODY
-from omni_actors.protocol.messages import Description
+from omni_actors.protocol.messages import Description, FinishReason, StageStatus, StageUsage
 from omni_actors.protocol.payloads import Parameter, StageParams
 
 DECLARED = {
@@ -59,15 +49,6 @@ def test_every_field_of_openai_is_known() -> None:
     assert set(videos) - set(BODY.kind.__struct_fields__) == {"input_reference"}
 
 
-def test_each_field_goes_to_all_stages_that_declare_it() -> None:
-    fields = {"size": "64x32", "num_inference_steps": 4, "guidance_scale": 2, "negative_prompt": "fog"}
-    assert params_of(request(**fields, stream=True, partial_images=2), drawing(DECLARED)) == {
-        "encoder": StageParams(negative_prompt="fog", guidance_scale=2.0),
-        "dit": StageParams(width=64, height=32, num_steps=4, guidance_scale=2.0, previews=2),
-    }
-    assert params_of(request(size="auto", background="opaque", partial_images=0), drawing(DECLARED)) == {}
-
-
 def test_parameters_by_stage_win_and_the_models_own_are_kept() -> None:
     given = {"dit": {"num_steps": 9, "extra_args": {"shift": 3}}}
     own = {"dit": (*DECLARED["dit"], Parameter("background", "text"))}
@@ -100,16 +81,39 @@ def test_a_picture_is_put_on_white() -> None:
     assert background_of(flattened(pixels)) == background_of(pixels[:, :1]) == "opaque"
 
 
-def picture(height: int, width: int, channels: int) -> np.ndarray:
-    """A gradient with noise, as a photograph has it."""
-    steps = np.add.outer(np.arange(height), np.arange(width))[..., None] // 3
-    return (steps + np.random.default_rng(0).integers(0, 24, (height, width, channels))).astype(np.uint8)
+# Tokens read and written by each stage. A vocoder counts steps, a stage that changes audio counts pieces.
+WORK = {"prompt": (0, 5), "thinker": (5, 7), "talker": (9, 40), "code2wav": (40, 100), "leveller": (3, 3)}
+SPEAKING = ["prompt", "thinker", "talker", "code2wav"]
+BOTH = {"text": "thinker", "audio": "code2wav"}
 
 
-@pytest.mark.parametrize("size", [(1, 1, 3), (3, 5, 4), (64, 1, 4), (1, 700, 3), (512, 512, 4), (700, 900, 3)])
-def test_a_file_has_the_pixels_of_its_picture(size: tuple[int, int, int]) -> None:
-    pixels = picture(*size)
-    with Image.open(io.BytesIO(encoded_image(pixels, "png"))) as opened:
-        opened.load()
-        assert opened.format == "PNG"
-        assert np.array_equal(np.asarray(opened), pixels)
+def description(order: list[str], outputs: dict[str, str]) -> Description:
+    stages = tuple(StageStatus(name, replica, 1, "ready", 1, 0) for name in order for replica in (0, 1))
+    return Description(
+        "p", "m", tuple(outputs), (), 24_000, True, in_flight=1, max_in_flight=1, stages=stages, outputs=outputs
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "outputs", "ran", "audio_tokens"),
+    [
+        (SPEAKING, BOTH, SPEAKING, 40),
+        (SPEAKING, BOTH, SPEAKING[:2], 0),
+        ([*SPEAKING, "leveller"], {"text": "thinker", "audio": "leveller"}, [*SPEAKING, "leveller"], 40),
+        (["prompt", "talker", "code2wav"], {"audio": "code2wav"}, ["prompt", "talker", "code2wav"], 40),
+        (["prompt", "thinker", "code2wav"], BOTH, ["prompt", "thinker", "code2wav"], 0),
+    ],
+)
+def test_audio_tokens_are_those_generated_for_the_audio(
+    order: list[str], outputs: dict[str, str], ran: list[str], audio_tokens: int
+) -> None:
+    reported = {
+        name: StageUsage(FinishReason.STOP, input_tokens=WORK[name][0], output_tokens=WORK[name][1]) for name in ran
+    }
+    shown = usage_of([reported], description(order, outputs))
+    text_tokens = 7 if "text" in outputs else 0
+    assert shown["completion_tokens_details"] == {"text_tokens": text_tokens, "audio_tokens": audio_tokens}
+    assert shown["completion_tokens"] == text_tokens + audio_tokens
+    assert shown["prompt_tokens"] == (5 if "text" in outputs else 0)
+    assert shown["total_tokens"] == shown["prompt_tokens"] + shown["completion_tokens"]
+    assert list(shown["stages"]) == ran

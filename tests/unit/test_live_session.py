@@ -13,7 +13,7 @@ import pytest
 from omni_actors.http_server.realtime import config
 from omni_actors.http_server.realtime.config import ServerVad
 from omni_actors.http_server.realtime.formats import RATE, WireFormat
-from omni_actors.http_server.realtime.live import DELEGATE, PIECE_SECONDS, LiveSession
+from omni_actors.http_server.realtime.live import DELEGATE, LiveSession
 from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, StartLive
 from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.session import Instructions
@@ -54,11 +54,6 @@ class LiveTalk(Talk):
         self.take(self.session.sound(response, bytes(RATE)))
         self.take(self.session.answered(response, {}, cut=False))
 
-    async def event(self, kind: str) -> dict[str, Any]:
-        """The first event of a kind that the client gets."""
-        await eventually(lambda: any(event["type"] == kind for event in self.told))
-        return next(event for event in self.told if event["type"] == kind)
-
     def said(self) -> list[str]:
         """The pieces of the transcript that the client has."""
         return [event["delta"] for event in self.told if event["type"] == "session.output_transcript.delta"]
@@ -98,14 +93,3 @@ async def test_a_turn_that_interrupts_is_answered_once_with_what_was_told_before
     talk.hear(0.0, 4)
     assert talk.answers == 2
     assert talk.prompt() == [("system", "One."), ("system", "Two."), ("user", "0.16 s")]
-
-
-async def test_nothing_comes_after_the_end_of_a_session(talk: LiveTalk) -> None:
-    talk.tell("session.commentary.append", delegation_id=None, content="Count.")
-    talk.live.close("close_requested")
-    talk.give("one two three four")  # that was on its way
-    player = asyncio.create_task(talk.live.play())
-    assert (await talk.event("session.closed"))["reason"] == "close_requested"
-    await asyncio.sleep(3 * PIECE_SECONDS)
-    player.cancel()
-    assert talk.told[-1]["type"] == "session.closed"
