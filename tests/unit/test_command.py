@@ -9,27 +9,13 @@ import pytest
 
 from omni_actors import launch
 from omni_actors.cli.completion import script
-from omni_actors.cli.connection import with_flag
 from omni_actors.cli.main import SUBCOMMANDS, main
-from omni_actors.client.offline import as_prompts
-from omni_actors.errors import ConfigError
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
 from omni_actors.launcher.one_request import needed_modalities
 from tests.support.commands import python
 
 NONE = "ipc:///tmp/no-coordinator-here"
-HELP_HAS = {
-    "launch": "Start a pipeline of stages",
-    "check": "without starting it",
-    "chat": "/save   FILE",
-    "say": "--transcript TEXT",
-    "ctl": "{status,drain,restart,scale,shutdown}",
-    "top": "omni-actors top",
-    "trace": "omni-actors trace",
-    "keys": "--operator NAME",
-    "completion": "bash-completion",
-}
 
 
 @pytest.mark.parametrize(
@@ -51,11 +37,11 @@ def test_a_wrong_command_shows_the_usage_and_exits_2(
 
 
 @pytest.mark.parametrize("command", SUBCOMMANDS)
-def test_each_subcommand_reaches_its_module(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_subcommand_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == EXIT_OK
-    assert HELP_HAS[command] in capsys.readouterr().out
+    assert "usage: omni-actors" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", ["omni_actors", "omni_actors.cli.main"])
@@ -69,10 +55,8 @@ def test_the_command_is_a_module_too(module: str) -> None:
     ("arguments", "words"),
     [
         (["launch", "echo", "--htpp", ":0"], "unrecognized arguments: --htpp :0; did you mean --http?"),
-        (["top", "--onec"], "unrecognized arguments: --onec; did you mean --once?"),
         (["ctl", "statis"], "invalid choice: 'statis' (choose from 'status', 'drain', 'restart', 'scale', 'shutdown')"),
         (["trace"], "the following arguments are required: request"),
-        (["keys"], "the following arguments are required: DIR"),
         (["chat", "--voic", "x", "--sistem", "y"], "did you mean --system?"),
     ],
 )
@@ -96,8 +80,6 @@ def test_a_mistake_is_answered_with_a_short_usage_and_the_nearest_flag(
         (["launch", "qwen2_5_omni_3"], "qwen2_5_omni_3b_24gb"),
         (["launch", "echo", "--star"], "--startup-timeout"),
         (["ctl", "dr"], "drain"),
-        (["top", "--on"], "--once"),
-        (["chat", "--sy"], "--system"),
     ],
 )
 def test_a_shell_completes_commands_flags_and_names(
@@ -118,37 +100,14 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "understood"),
-    [
-        (["status"], ["status"]),
-        (["ipc:///tmp/x/client", "status"], ["--endpoint", "ipc:///tmp/x/client", "status"]),
-        (["last", "tcp://h:1"], ["--endpoint", "tcp://h:1", "last"]),
-        (["status", "--endpoint", "tcp://h:1"], ["--endpoint", "tcp://h:1", "status"]),
-        (["status", "--endpoint=tcp://h:1"], ["--endpoint", "tcp://h:1", "status"]),
-    ],
-)
-def test_an_endpoint_may_stand_anywhere(given: list[str], understood: list[str]) -> None:
-    assert with_flag(given) == understood
-
-
-@pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
         (["ctl", "ipc:///tmp/\udcff", "status"], EXIT_FAILED, "is not an endpoint"),
         (["trace", "last", "--endpoint", "tcp://\x1b:1"], EXIT_FAILED, "is not an endpoint"),
-        (
-            ["ctl", NONE, "--keys", "~no-such-user", "status"],
-            EXIT_FAILED,
-            "there is no home folder for '~no-such-user'",
-        ),
-        (["ctl", NONE, "drain", "talker/0", "--wait", "nan"], EXIT_USAGE, "argument --wait: 'nan' is not a finite"),
-        (
-            ["ctl", NONE, "drain", "talker/0", "--wait", "-1"],
-            EXIT_USAGE,
-            "argument --wait: '-1' is not a number of sec",
-        ),
-        (["top", NONE, "--interval", "0"], EXIT_USAGE, "argument --interval: '0' is not a number of seconds above 0"),
+        (["ctl", NONE, "--keys", "~no-such-user", "status"], EXIT_FAILED, "no home folder for '~no-such-user'"),
+        (["ctl", NONE, "drain", "talker/0", "--wait", "-1"], EXIT_USAGE, "argument --wait: '-1' is not a number of"),
         (["top", NONE, "--interval", "inf"], EXIT_USAGE, "argument --interval: 'inf' is not a finite number"),
+        (["check", "echo", "--set", "novalue"], EXIT_USAGE, "KEY=VALUE"),
         (["keys", "~no-such-user/keys"], EXIT_USAGE, "there is no home folder for '~no-such-user/keys'"),
     ],
 )
@@ -166,8 +125,6 @@ def test_what_cannot_work_is_refused_at_once(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--endpoint", ""], "--endpoint: '' is not of the form"),
-        (["--endpoint", "http://127.0.0.1:1"], "--endpoint: 'http://127.0.0.1:1' is not of the form"),
         (["--endpoint", "tcp://127.0.0.1:99999"], "is not of the form ipc://PATH or tcp://HOST:PORT"),
         (["--endpoint", NONE, "--keys", "/nowhere"], "Cannot use the keys in /nowhere: No such file"),
         (["--endpoint", NONE, "--http-bodies-bytes", "2000"], "http.bodies_bytes (2000) is less than body_bytes"),
@@ -183,25 +140,6 @@ def test_the_http_server_refuses_what_it_could_not_serve_with(
     assert problem in capsys.readouterr().err
 
 
-def overrides(*arguments: str) -> dict[str, str]:
-    return launch.overrides(launch.parser().parse_args(["c.yaml", *arguments]))
-
-
-def test_options_become_overrides() -> None:
-    assert overrides() == {}
-    given = "--model m --run-dir /r --listen ipc --startup-timeout 5 --set stages.talker.replicas=2 --set name=a=b"
-    assert overrides(*given.split()) == {
-        "stages.talker.replicas": "2",
-        "name": "a=b",
-        "model": '"m"',
-        "coordinator.run_dir": '"/r"',
-        "coordinator.listen": '"ipc"',
-        "coordinator.startup_timeout": "5",
-    }
-    with pytest.raises(ConfigError, match="KEY=VALUE"):
-        overrides("--set", "novalue")
-
-
 def test_text_alone_needs_no_talker() -> None:
     def needed(*arguments: str) -> list[str] | None:
         return needed_modalities(launch.parser().parse_args(["c.yaml", *arguments]))
@@ -209,14 +147,3 @@ def test_text_alone_needs_no_talker() -> None:
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None
     assert needed("--prompt", "x", "--save-image", "a.png") == ["image"]
-
-
-def test_one_prompt_or_many() -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    assert as_prompts("hi") == ["hi"]
-    assert as_prompts(["a", "b"]) == ["a", "b"]
-    assert as_prompts(chat) == [chat]
-    assert as_prompts([chat, chat]) == [chat, chat]
-    assert as_prompts({"prompt_token_ids": [1]}) == [{"prompt_token_ids": [1]}]
-    assert as_prompts([{"prompt_token_ids": [1]}]) == [{"prompt_token_ids": [1]}]
-    assert as_prompts([]) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -61,9 +62,8 @@ def works(threads: DecoderThreads) -> bool:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DecoderThreads]:
-    threads = DecoderThreads(count=1)
-    yield threads
-    threads.close()
+    with contextlib.closing(DecoderThreads(count=1)) as threads:
+        yield threads
 
 
 @pytest.fixture
@@ -133,32 +133,25 @@ def test_one_that_crashes_is_replaced_and_the_medium_is_named(threads: DecoderTh
 def test_one_that_comes_to_no_end_is_ended_at_its_deadline() -> None:
     sink = io.BytesIO()
     soundfile.write(sink, np.zeros(299 * 192_000, np.int16), 192_000, format="FLAC")  # a second or two of work
-    threads = DecoderThreads(count=1, seconds=0.5)
-    try:
+    with contextlib.closing(DecoderThreads(count=1, seconds=0.5)) as threads:
         assert works(threads)
         process = psutil.Process(threads.pids[0])
         with pytest.raises(MediaTooLarge, match=r"the sound was not decoded within 0.5 s"):
             decode(threads, item(AUDIO_FILE, sink.getvalue(), "the sound", 16_000))
         assert not process.is_running()
         assert works(threads)
-    finally:
-        threads.close()
 
 
 def test_memory_is_bounded() -> None:
-    threads = DecoderThreads(count=1, memory_bytes=16 << 20)
-    try:
+    with contextlib.closing(DecoderThreads(count=1, memory_bytes=16 << 20)) as threads:
         with pytest.raises((MediaTooLarge, MalformedMedia), match="the bomb"):
             decode(threads, BOMB)
         assert works(threads)
-    finally:
-        threads.close()
 
 
 def test_it_has_no_secrets_and_can_open_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMNI_ACTORS_API_KEY", "secret")
-    threads = DecoderThreads(count=1)
-    try:
+    with contextlib.closing(DecoderThreads(count=1)) as threads:
         with socket.socket() as other:
             other.set_inheritable(True)
             assert works(threads)
@@ -171,8 +164,6 @@ def test_it_has_no_secrets_and_can_open_nothing(monkeypatch: pytest.MonkeyPatch)
         assert opened == {"pipe", "/dev/null"}
         with pytest.raises(MalformedMedia):
             decode(threads, item(VIDEO_FILE, b"ffconcat version 1.0\nfile secret.mp4\n"))
-    finally:
-        threads.close()
 
 
 AS_ANY_USER = ("setpriv", "--bounding-set=-sys_resource,-sys_admin") if os.geteuid() == 0 else ()
@@ -200,8 +191,7 @@ def test_it_needs_no_large_pipes_and_ends_with_the_process_that_it_works_for() -
 
 def test_work_that_is_given_up_frees_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "RESUME_SECONDS", 600.0)
-    threads = DecoderThreads(count=1)
-    try:
+    with contextlib.closing(DecoderThreads(count=1)) as threads:
         assert works(threads)
         psutil.Process(threads.pids[0]).suspend()
         hanging, waiting, after = (
@@ -214,6 +204,4 @@ def test_work_that_is_given_up_frees_its_thread(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(Aborted):
                 given_up.future.result(60)
         assert np.array_equal(after.future.result(60)[0], PIXELS)
-    finally:
-        threads.close()
     assert threads.pids == []

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 from omni_actors.protocol.codec import Decoder, encode
-from omni_actors.protocol.fields import Header, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.fields import Header, Limits, ReplicaId
 from omni_actors.protocol.messages import (
-    Chunk,
     CoordinatorToStage,
-    Heartbeat,
-    Hello,
     Loading,
     Ready,
     Reregister,
@@ -27,11 +24,10 @@ from omni_actors.protocol.messages import (
     Shutdown,
     Snapshot,
     StageToCoordinator,
-    Welcome,
 )
 from omni_actors.stage import inbound
 from omni_actors.stage import inbound as inbox_module
-from omni_actors.stage.inbound import Event, Inbox, Lost, Received, Rejected, Stop
+from omni_actors.stage.inbound import Event, Inbox, Lost, Stop
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
 from tests.support.stage import inbound_of
 from tests.support.waiting import PATIENCE, until
@@ -87,37 +83,6 @@ class Harness:
         self.inbound.join(5 * PATIENCE)
         assert not self.inbound.is_alive()
         self.sockets.context.destroy(linger=0)
-
-
-def test_hello_heartbeats_and_checked_messages(short_path: Path, launcher: subprocess.Popen) -> None:
-    harness = Harness(short_path, launcher.pid)
-    decoder: Decoder = Decoder(StageToCoordinator)
-    identity, *frames = harness.await_hello()
-    assert identity == NAME
-    heard: list = [decoder.decode(frames)]
-    assert not harness.control.poll(200), "it beats before it is welcomed"
-    harness.tell(Welcome(results="ipc:///results"))
-    assert harness.next() == Welcome(results="ipc:///results")
-    harness.inbound.progress = 7
-
-    def beats() -> bool:
-        for _, *frames in drain(harness.control):
-            heard.append(decoder.decode(frames))
-        return sum(isinstance(envelope.body, Heartbeat) and envelope.body.progress == 7 for envelope in heard) >= 2
-
-    until(beats)
-    assert heard[0].body == Hello(1, "p", "c", 1, f"ipc://{short_path}/inbox")
-    assert all(ReplicaId(e.header.stage, e.header.replica, e.header.epoch) == IDENTITY for e in heard)
-    push = harness.sockets.push(f"ipc://{short_path}/inbox")
-    good = encode(Header("", "r1"), Chunk(token_ids=pack_token_ids([1])))
-    for frames in ([b"nonsense"], [*good[:2], b"\xc1"], good):
-        until(lambda frames=frames: try_send(push, frames))
-    rejected, received = harness.next(), harness.next()
-    assert isinstance(rejected, Rejected)
-    assert isinstance(received, Received)
-    assert harness.inbound.rejected() == {"rejected_frame_count": 1, "rejected_invalid_payload": 1, "total_received": 3}
-    assert harness.inbound.rejected_by_reason() == {"frame_count": 1, "invalid_payload": 1}
-    harness.close()
 
 
 def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
@@ -191,14 +156,6 @@ def test_last_words_of_a_coordinator_count_though_it_has_left(
     harness.close()
 
 
-def test_death_of_the_launcher_stops_the_stage(short_path: Path, launcher: subprocess.Popen) -> None:
-    harness = Harness(short_path, launcher.pid)
-    assert harness.next(0.2) is None
-    launcher.kill()
-    assert harness.next() == Stop("the launcher is gone")
-    harness.close()
-
-
 def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
     harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
     stop = harness.next()
@@ -264,15 +221,6 @@ def collect(readers: TwoReaders, count: int, timeout: float = 0.5) -> list[str]:
         assert time.monotonic() < deadline, f"{len(got)} of {count}"
         got += readers.take(timeout)
     return got
-
-
-def test_the_other_thread_reads_while_the_main_thread_computes(readers: TwoReaders) -> None:
-    readers.start()
-    assert readers.take(0) == []
-    readers.send(1, 2, 3)
-    until(lambda: len(readers.inbox) == 3)
-    assert readers.take(0, maximum=2) == ["1", "2"]
-    assert readers.take(0) == ["3"]
 
 
 def test_order_is_kept_whoever_reads(readers: TwoReaders) -> None:
