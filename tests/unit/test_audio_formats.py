@@ -51,7 +51,7 @@ async def items(samples: Samples, pieces: int) -> AsyncIterator[StreamItem]:
         yield Audio(piece, RATE)
 
 
-@pytest.mark.parametrize("speed", [0.25, 0.5, 0.8, 1.5, 2, 4])
+@pytest.mark.parametrize("speed", [0.25, 0.8, 1.5, 4])
 async def test_sound_at_another_speed_has_its_pitch_however_it_is_cut(speed: float) -> None:
     heard = []
     for pieces in (1, 50):

@@ -10,6 +10,7 @@ import pytest
 from omni_actors import launch
 from omni_actors.cli.completion import script
 from omni_actors.cli.main import SUBCOMMANDS, main
+from omni_actors.client.offline import as_prompts
 from omni_actors.host.processes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from omni_actors.http_server import __main__ as http_server
 from omni_actors.launcher.one_request import needed_modalities
@@ -147,3 +148,10 @@ def test_text_alone_needs_no_talker() -> None:
     assert needed("--prompt", "x") == ["text"]
     assert needed("--prompt", "x", "--save-audio", "a.wav") is None
     assert needed("--prompt", "x", "--save-image", "a.png") == ["image"]
+
+
+def test_a_chat_is_one_prompt_and_a_list_of_chats_several() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    assert as_prompts(chat) == [chat]
+    assert as_prompts([chat, chat]) == [chat, chat]
+    assert as_prompts([{"prompt_token_ids": [1]}]) == [{"prompt_token_ids": [1]}]

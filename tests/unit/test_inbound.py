@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import select
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +26,6 @@ from omni_actors.protocol.messages import (
     StageToCoordinator,
 )
 from omni_actors.stage import inbound
-from omni_actors.stage import inbound as inbox_module
 from omni_actors.stage.inbound import Event, Inbox, Lost, Stop
 from omni_actors.transport.sockets import HIGH_WATER_MARK, Socket, Sockets, drain, try_send
 from tests.support.stage import inbound_of
@@ -36,29 +35,15 @@ IDENTITY = ReplicaId("thinker", 0, 5)
 NAME = b"thinker/0/5"
 
 
-@pytest.fixture
-def launcher() -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(["sleep", "100"])
-    yield process
-    process.kill()
-    process.wait()
-
-
 class Harness:
     """An `Inbound` thread and the coordinator's end of its control connection."""
 
-    def __init__(self, folder: Path, launcher_pid: int, inbox: str = "inbox", limits: Limits | None = None) -> None:
+    def __init__(self, folder: Path, inbox: str = "inbox", limits: Limits | None = None) -> None:
         self.sockets = Sockets()
         self.control, endpoint = self.sockets.router(f"ipc://{folder}/control")
         self.inbox = Inbox()
         self.inbound = inbound_of(
-            Sockets(),
-            IDENTITY,
-            endpoint,
-            f"ipc://{folder}/{inbox}",
-            self.inbox,
-            limits=limits or Limits(),
-            launcher_pid=launcher_pid,
+            Sockets(), IDENTITY, endpoint, f"ipc://{folder}/{inbox}", self.inbox, limits=limits or Limits()
         )
         self.inbound.start()
 
@@ -85,13 +70,29 @@ class Harness:
         self.sockets.context.destroy(linger=0)
 
 
+Start = Callable[..., Harness]
+
+
+@pytest.fixture
+def start(short_path: Path) -> Iterator[Start]:
+    made: list[Harness] = []
+
+    def one(**options: Any) -> Harness:
+        made.append(Harness(short_path, **options))
+        return made[-1]
+
+    yield one
+    for harness in made:
+        harness.close()
+
+
 def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
-    short_path: Path, launcher: subprocess.Popen, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline whose limit is too small for a stage's metrics alone is served all the same."""
     monkeypatch.setattr(inbound, "MAXIMUM_POLL_SECONDS", 600.0)  # what is told wakes the thread
     logging.getLogger("omni_actors").propagate = True
-    harness = Harness(short_path, launcher.pid, limits=Limits(body_bytes=1000))
+    harness = start(limits=Limits(body_bytes=1000))
     harness.await_hello()
     harness.inbound.tell(Snapshot(samples=tuple(Sample("omni_x", ("a" * 100,), 1.0) for _ in range(20))))
     harness.inbound.tell(Ready(seconds=1.0))
@@ -99,14 +100,11 @@ def test_figures_over_the_limit_are_left_out_and_other_messages_go_on(
     assert isinstance(Decoder(StageToCoordinator).decode(frames).body, Ready)
     assert "metrics are not sent" in caplog.text
     assert harness.next(0.1) is None
-    harness.close()
 
 
-def test_what_the_coordinator_does_not_take_now_comes_when_it_reads(
-    short_path: Path, launcher: subprocess.Popen
-) -> None:
+def test_what_the_coordinator_does_not_take_now_comes_when_it_reads(start: Start) -> None:
     """More than zmq keeps, from a stage that was not welcomed, so that no heartbeat is among it."""
-    harness = Harness(short_path, launcher.pid)
+    harness = start()
     harness.await_hello()
     phases = [f"{number:250}" for number in range(6 * HIGH_WATER_MARK)]
     for phase in phases:
@@ -122,24 +120,20 @@ def test_what_the_coordinator_does_not_take_now_comes_when_it_reads(
 
     until(heard)
     assert told == phases
-    harness.close()
 
 
-def test_a_coordinator_that_dies_or_forgets_ends_the_session(short_path: Path, launcher: subprocess.Popen) -> None:
-    harness = Harness(short_path, launcher.pid)
+def test_a_coordinator_that_dies_or_forgets_ends_the_session(start: Start) -> None:
+    harness = start()
     harness.await_hello()
     harness.tell(Reregister())
     assert harness.next() == Lost("the coordinator does not know this replica")
     harness.control.close()
     assert harness.next() == Lost("the coordinator is not connected any more")
-    harness.close()
 
 
-def test_last_words_of_a_coordinator_count_though_it_has_left(
-    short_path: Path, launcher: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_words_of_a_coordinator_count_though_it_has_left(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both come at once, and just after the control connection was looked at."""
-    harness = Harness(short_path, launcher.pid)
+    harness = start()
     harness.await_hello()
     receive = harness.inbound._receive_control
 
@@ -153,16 +147,14 @@ def test_last_words_of_a_coordinator_count_though_it_has_left(
     monkeypatch.setattr(harness.inbound, "_receive_control", speak_and_leave)
     assert harness.next() == Shutdown(reason="the launcher stops")
     assert harness.next() == Lost("the coordinator is not connected any more")
-    harness.close()
 
 
-def test_a_thread_that_fails_says_so(short_path: Path, launcher: subprocess.Popen) -> None:
-    harness = Harness(short_path, launcher.pid, inbox="missing/inbox")
+def test_a_thread_that_fails_says_so(start: Start) -> None:
+    harness = start(inbox="missing/inbox")
     stop = harness.next()
     assert isinstance(stop, Stop)
     assert stop.failed
     assert "Cannot bind" in stop.reason
-    harness.close()
 
 
 # -- the inbox ---------------------------------------------------------------------------------------------------------
@@ -244,8 +236,8 @@ def test_order_is_kept_whoever_reads(readers: TwoReaders) -> None:
 def test_a_full_inbox_stops_the_reading_and_loses_nothing(
     readers: TwoReaders, monkeypatch: pytest.MonkeyPatch, timeout: float
 ) -> None:
-    monkeypatch.setattr(inbox_module, "LIMIT", 10)
-    monkeypatch.setattr(inbox_module, "BATCH", 5)
+    monkeypatch.setattr(inbound, "LIMIT", 10)
+    monkeypatch.setattr(inbound, "BATCH", 5)
     readers.start()
     assert readers.take(0) == []
     readers.send(*range(200))
