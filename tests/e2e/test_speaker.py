@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from PIL import Image, ImageDraw
 from omni_actors.client import OmniClient
 from omni_actors.client.prompts import read_aloud
 from omni_actors.http_server.realtime.formats import RATE
+from omni_actors.protocol.payloads import StageParams
 from tests.support.agents import LEAST_SECONDS, ask_livekit, ask_pipecat
 from tests.support.paths import REPOSITORY
 from tests.support.reference import Reference
@@ -231,6 +233,22 @@ def test_half_an_answer_before_makes_no_longer_sound(speaker):
     assert said.transcript == "I see a blue circle."
     samples, rate = soundfile.read(io.BytesIO(base64.b64decode(said.data)))
     assert 1 < len(samples) / rate < 3
+
+
+@pytest.mark.nightly
+def test_speech_that_does_not_end_of_itself_costs_no_one_else_anything(speaker):
+    """Five talkers that may not say their end, and others who ask meanwhile."""
+    end = json.loads((CHECKPOINT / "config.json").read_text())["talker_config"]["tts_codec_end_token_id"]
+    unending = {"talker": StageParams(logit_bias={end: -100.0})}
+    with OmniClient(speaker.endpoint) as client, ThreadPoolExecutor(10) as pool:
+        alone = client.generate("4+5", seed=0, timeout=120)
+        runaways = [pool.submit(client.generate, "4+5", params=unending, seed=1, timeout=300) for _ in range(5)]
+        others = [pool.submit(client.generate, "4+5", seed=0, timeout=300).result() for _ in range(5)]
+        sounds = [runaway.result().audio for runaway in runaways]
+    for other in others:
+        assert other.text == alone.text == ANSWERS["4+5"]
+        numpy.testing.assert_allclose(other.audio, alone.audio, atol=1e-3)
+    assert all(len(alone.audio) < len(sound) < 480 * 900 for sound in sounds), "not the stage's own limit"
 
 
 @pytest.mark.nightly
