@@ -1,7 +1,7 @@
 """Runs vLLM's Triton kernels with numpy where there is no GPU.
 
 The kernels of vLLM's V2 runner prepare a step and its sampling: a few numbers of each request at a time. Triton's
-interpreter takes 5 to 20 ms for each of them, six parts of seven of a step of a small model. The same Python functions
+interpreter takes 4 to 20 ms for each of them, six parts of seven of a step of a small model. The same Python functions
 take little if the language that they name computes with numpy. A kernel that uses more of the language than is here is
 left to the interpreter.
 """
@@ -158,11 +158,12 @@ class Language:
 
 
 @functools.cache
-def translated(kernel: InterpretedFunction[Any]) -> tuple[Callable[..., None], Language] | None:
-    """The kernel's function in the language above, and that; `None` if it uses more than is there."""
+def translated(kernel: InterpretedFunction[Any]) -> tuple[Callable[..., None], Language, frozenset[str]] | None:
+    """The kernel's function in the language above, that, and its constants; `None` if it uses more than is there."""
     language = Language()
     function = translate(kernel, language)
-    return None if function is None else (function, language)
+    constants = frozenset(name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind))
+    return None if function is None else (function, language, constants)
 
 
 def translate(kernel: InterpretedFunction[Any], language: Language) -> Callable[..., None] | None:
@@ -198,10 +199,9 @@ def run(kernel: InterpretedFunction[Any], *arguments: Any, grid: Any, warmup: bo
     if found is None or any(tensor.dtype not in TYPED for tensor in tensors):
         interpreted(kernel, *arguments, grid=grid, warmup=warmup, **options)
         return
-    function, language = found
+    function, language, constants = found
     named = dict(zip(kernel.arg_names, arguments, strict=False))
     named |= {name: given for name, given in options.items() if name in kernel.arg_names}
-    constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     programs = (*(grid(named) if callable(grid) else grid), 1, 1)[:3]
     named = {name: given if name in constants else argument(given) for name, given in named.items()}
     language.grid = programs
