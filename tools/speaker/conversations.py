@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tools.speaker.checkpoint import LAYOUT
 from tools.speaker.codec import VOICES
+from tools.speaker.layers import LENGTHS, sizes_of
 from tools.speaker.sound import TEACHER_RATE, Wave
 from tools.speaker.teacher import speak
 from tools.speaker.texts import COLORS, LISTS, SHAPES, TOY, Texts, heard_words, listed, pairs_of, seen, sentence, sum_of
@@ -74,13 +75,15 @@ def prompt_of(processor: Any, conversation: Conversation) -> str:
 def examples_of(processor: Any, thinker: Any, asked: Sequence[Conversation]) -> dict[str, Tensor]:
     """Returns what the thinker is trained on: labels are the tokens of all right replies.
 
-    The positions are computed here, as that takes many small steps, which are slow on a GPU.
+    Positions and sizes are computed here, as that takes many small steps, which are slow on a GPU.
     """
     made = inputs_of(processor, asked, replies=True)
     sounds = made["feature_attention_mask"].sum(1) if "feature_attention_mask" in made else None
     pictures, mask = made.get("image_grid_thw"), made["attention_mask"]
     made["position_ids"] = thinker.get_rope_index(made["input_ids"], pictures, None, mask, False, sounds)[0]
-    return made
+    if "pixel_values" in made:
+        made["pixel_values"] = made["pixel_values"].half()  # they come through a pipe
+    return made | sizes_of(thinker, made)
 
 
 def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -> dict[str, Tensor]:
@@ -95,6 +98,7 @@ def inputs_of(processor: Any, asked: Sequence[Conversation], *, replies: bool) -
             images=[turn.picture for turn in turns if turn.picture is not None] or None,
             audio_kwargs={"max_length": max((len(sound) for sound in sounds), default=0)},  # not 30 s of silence
             padding=True,
+            pad_to_multiple_of=LENGTHS if replies else None,
             return_tensors="pt",
         )
     )

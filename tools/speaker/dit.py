@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tools.speaker.codec import VOICES, Codes, encode
+from tools.speaker.layers import Graphs
 from tools.speaker.sound import FRAMES_PER_CODE, SAMPLES_PER_CODE, Wave, log_mel, teacher_wave
 from tools.speaker.teacher import speak
 from tools.speaker.texts import Texts
 
-LONGEST, SHORTEST = 130, 15  # codes of a piece
+LONGEST, SHORTEST, STEP = 130, 20, 10  # codes of a piece, and what they are a multiple of
 LONGEST_TEXT = 110  # letters
 KEPT, REUSED = 300, 8  # utterances of a voice; batches that use one, about
 REFERENCE = 300  # frames of a voice's own sound: 3 s
@@ -51,6 +52,19 @@ def piece(rng: random.Random, said: tuple[Codes, Wave], codes: int) -> tuple[Ten
     return torch.from_numpy(said[0][begin : begin + codes]), torch.from_numpy(wave).float()
 
 
+class Velocity(nn.Module):
+    """The DiT, of a mel with noise [B, frames, 80], a voice's sound and vector, codes [B, frames / 2] and times [B]."""
+
+    def __init__(self, dit: nn.Module) -> None:
+        super().__init__()
+        self.dit = dit
+
+    def forward(self, noisy: Tensor, reference: Tensor, vector: Tensor, codes: Tensor, time: Tensor) -> tuple[Tensor]:
+        """Return the guessed velocity [B, frames, 80]."""
+        given = {"hidden_states": noisy, "condition_vector": reference, "speaker_embedding": vector}
+        return (self.dit(**given, quantized_code=codes, time_step=time, apply_cfg=False),)
+
+
 class Dit:
     """Trains the DiT on the teacher's speech; the voices' vectors are those of the checkpoint."""
 
@@ -58,12 +72,13 @@ class Dit:
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.speech, self.batch = model.token2wav.code2wav_dit_model, Speech(texts), batch
+        self.velocity = Graphs(lambda: Velocity(self.module))
         self.vectors = torch.cat([model.speaker_map[name]["cond"] for name in VOICES]).to(model.device)
 
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields pieces of one voice and of one length."""
         while True:
-            codes = rng.randint(SHORTEST, LONGEST)
+            codes = rng.randrange(SHORTEST, LONGEST + 1, STEP)
             number, said = self.speech.draw(rng, self.batch, codes)
             pieces = [piece(rng, one, codes) for one in said]
             whole = torch.cat([log_mel(torch.from_numpy(wave)[None])[0].T for _, wave in said])
@@ -83,12 +98,11 @@ class Dit:
         vector = self.vectors[batch["voice"]].masked_fill(bare[:, None], 0)[:, None]
         time, noise = torch.rand(count, device=mel.device), torch.randn_like(mel)
         way = mel - noise
-        guess = self.module(
-            hidden_states=noise + time[:, None, None] * way,
-            condition_vector=batch["reference"].masked_fill(bare[:, None, None], 0),
-            speaker_embedding=vector.expand(-1, FRAMES_PER_CODE * batch["codes"].shape[1], -1),
-            quantized_code=batch["codes"].masked_fill(bare[:, None], 0),
-            time_step=time,
-            apply_cfg=False,
+        (guess,) = self.velocity(
+            noise + time[:, None, None] * way,
+            batch["reference"].masked_fill(bare[:, None, None], 0),
+            vector.repeat(1, FRAMES_PER_CODE * batch["codes"].shape[1], 1),
+            batch["codes"].masked_fill(bare[:, None], 0),
+            time,
         )
         return functional.mse_loss(guess.float(), way)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tools.speaker.codec import SOUNDS, VOICES, Codes, encode
 from tools.speaker.conversations import IGNORED, Conversations, examples_of
+from tools.speaker.layers import LENGTHS, Graphs, Layers, attend_at_once, embedded
 from tools.speaker.teacher import speak
 from tools.speaker.texts import TALKER_KINDS, Texts
 
@@ -35,6 +35,7 @@ WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard 
 STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
 MEDIA, WITH_MEDIA = (0.2, 0.3), 0.2  # of the questions have a sound, or a picture; of the batches have any
 VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
+FILLS = {"target": IGNORED, "key": -1, "want": -1}
 
 
 def words_of_codes(codes: Codes) -> list[int]:
@@ -70,14 +71,28 @@ def guide_loss(attention: Tensor, key: Tensor, want: Tensor) -> Tensor:
     return -share[good.any(-1)].log().sum() / good.any(-1).sum().clamp(min=1)
 
 
+def padded(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns the arrays of replies, all of one length, a multiple of `LENGTHS`."""
+    longest, made = max(len(row["code"]) for row in rows), dict[str, Tensor]()
+    for name, like in rows[0].items():
+        empty = like.new_zeros(longest + -longest % LENGTHS if len(like) > 1 else 1, *like.shape[1:])
+        values = [*(row[name] for row in rows), empty]
+        made[name] = pad_sequence(values, batch_first=True, padding_value=FILLS.get(name, 0))[:-1]
+    return made
+
+
 class Talker:
     """Trains the talker on the rows of a trained thinker."""
 
     rate, betas, decay = 1.2e-3, (0.9, 0.98), 0.02
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
-        model.talker.set_attn_implementation("eager")  # gives the attention that is guided
         self.module, self.thinker, self.batch = model.talker, model.thinker, batch
+        attend_at_once(model.thinker)
+        self.read, self.say = (
+            Graphs(lambda: Layers(model.thinker.model)),
+            Graphs(lambda: Layers(model.talker.model, GUIDED)),
+        )
         self.processor, config = processor, model.config.talker_config
         self.conversations = Conversations(texts, TALKER_KINDS, MEDIA)
         self.media = [model.config.thinker_config.audio_token_id, model.config.thinker_config.image_token_id]
@@ -92,21 +107,17 @@ class Talker:
             voice = rng.choice(list(VOICES.values()))
             replies = [one.turns[-1].wanted for one in asked]
             said = [encode(one, voice)[0] for one in speak(replies, voice, wave=False)]
-            fits = [SHORTEST <= len(codes) <= LONGEST for codes in said]
-            if not any(fits):
+            fits = [number for number, codes in enumerate(said) if SHORTEST <= len(codes) <= LONGEST]
+            if not fits:
                 continue
-            heard = examples_of(self.processor, self.thinker, list(compress(asked, fits)))
-            sizes = heard["attention_mask"].sum(1).tolist()
+            fits = (fits * self.batch)[: self.batch]
+            heard = examples_of(self.processor, self.thinker, [asked[number] for number in fits])
+            whole, sizes = heard["input_ids"].shape[1], heard["attention_mask"].sum(1).tolist()
             rows = [
-                self.row(rng, *one, heard["input_ids"].shape[1], voice.name)
-                for one in zip(compress(replies, fits), compress(said, fits), sizes, strict=True)
+                self.row(rng, replies[number], said[number], size, whole, voice.name)
+                for number, size in zip(fits, sizes, strict=True)
             ]
-            fills = {"target": IGNORED, "key": -1, "want": -1}
-            arrays = {
-                name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fills.get(name, 0))
-                for name in rows[0]
-            }
-            yield arrays | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
+            yield padded(rows) | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
 
     def row(self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str) -> dict[str, Tensor]:
         """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's.
@@ -143,10 +154,10 @@ class Talker:
     def text_side(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns [B, L, 192]: the thinker's rows, voices and ends in their places."""
         given = {name.removeprefix("thinker_"): value for name, value in batch.items() if name.startswith("thinker_")}
-        made = self.thinker(**given, output_hidden_states=True, use_cache=False)
-        ids, source = given["input_ids"], batch["source"]
+        read, ids, source = embedded(self.thinker, given), given["input_ids"], batch["source"]
         media = torch.isin(ids, torch.tensor(self.media, device=ids.device))[..., None]
-        rows = made.hidden_states[-1] + made.hidden_states[0].masked_fill(media, 0)
+        last = self.read(read, given["position_ids"], given["attention_mask"].bool())[0]
+        rows = last + read.masked_fill(media, 0)
         place = torch.arange(rows.shape[1], device=rows.device)[None, :, None]
         first = (rows.shape[1] - given["attention_mask"].sum(1))[:, None, None]
         noise = torch.rand(len(rows), 1, 1, device=rows.device) < STRANGE
@@ -158,11 +169,13 @@ class Talker:
 
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns the loss of the codes and of the guided attention."""
+        if "text_side" not in batch:  # the same when the batch comes again
+            batch["text_side"] = self.text_side(batch)
         place = torch.arange(batch["code"].shape[1], device=batch["code"].device)[None]
         codec = self.module.get_input_embeddings()(batch["code"]) * (place >= batch["prompt"])[..., None]
-        inputs = self.module.thinker_to_talker_proj(self.text_side(batch) + codec)
-        made = self.module.model(inputs_embeds=inputs, output_attentions=True, use_cache=False)
-        logits = self.module.codec_head(made.last_hidden_state).float()
+        inputs = self.module.thinker_to_talker_proj(batch["text_side"] + codec)
+        hidden, *attentions = self.say(inputs, place.expand(3, len(inputs), -1).contiguous())
+        logits = self.module.codec_head(hidden)
         loss = functional.cross_entropy(logits.flatten(0, 1), batch["target"].flatten(), ignore_index=IGNORED)
-        guides = [guide_loss(made.attentions[layer][:, :3:2], batch["key"], batch["want"]) for layer in GUIDED]
+        guides = [guide_loss(attention[:, :3:2], batch["key"], batch["want"]) for attention in attentions]
         return loss + GUIDE_WEIGHT * (1 - GUIDE_FALL * done) * torch.stack(guides).mean()

@@ -37,9 +37,10 @@ def lines_of(name: str) -> tuple[str, ...]:
     return tuple((DATA / name).read_text(encoding="utf-8").splitlines())
 
 
-def pairs_of(name: str) -> list[tuple[str, str]]:
+@cache
+def pairs_of(name: str) -> tuple[tuple[str, str], ...]:
     """Returns the lines of a file in `data/`, each a prompt and its reply."""
-    return [(prompt, reply) for prompt, _, reply in (line.partition("|") for line in lines_of(name))]
+    return tuple((prompt, reply) for prompt, _, reply in (line.partition("|") for line in lines_of(name)))
 
 
 # What a demonstration should not say. A sentence with one of these words is left out.

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tools.speaker.codec import VOICES, Voice, encode
-from tools.speaker.conversations import About, Conversations, about_words, examples_of
+from tools.speaker.conversations import IGNORED, About, Conversations, about_words, examples_of
+from tools.speaker.layers import Graphs, Layers, attend_at_once, embedded
 from tools.speaker.sound import SAMPLE_RATE, SAMPLES_PER_CODE, TEACHER_RATE, Wave, resample
 from tools.speaker.teacher import speak
 from tools.speaker.texts import THINKER_KINDS, Texts, heard_words, listed
@@ -45,6 +47,8 @@ class Thinker:
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.processor, self.batch = model.thinker, processor, batch
+        attend_at_once(model.thinker)
+        self.layers = Graphs(lambda: Layers(model.thinker.model))
         rng, each = random.Random(own), -(-own // len(VOICES))
         heard = [one for voice in VOICES.values() for one in own_lists(model, rng, voice, each)]
         self.conversations = Conversations(texts, THINKER_KINDS, MEDIA, heard)
@@ -58,5 +62,8 @@ class Thinker:
 
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns the mean loss of the replies' tokens."""
-        loss: Tensor = self.module(**batch, use_cache=False).loss
-        return loss
+        hidden = self.layers(embedded(self.module, batch), batch["position_ids"], batch["attention_mask"].bool())[0]
+        wanted = functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED).flatten()
+        at = (wanted != IGNORED).nonzero()[:, 0]
+        logits = self.module.lm_head(hidden.flatten(0, 1).index_select(0, at))
+        return functional.cross_entropy(logits, wanted[at])

@@ -7,7 +7,9 @@ import os
 import random
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +31,9 @@ from tools.speaker.vocoder import Vocoder
 WARM_UP, FLOOR = 200, 0.02  # steps; of the rate, at the end
 SAVE_SECONDS, REPORTS = 40, 100  # between two saves; lines of a run
 AVERAGE = 0.999  # each step keeps this much of the average of the weights, which is what is saved
+KEPT, USES = 48, 5  # batches that are kept on the device; how often each is used, on average at most
 SEED = 1
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors, and sizes
 
 
 class Part(Protocol):
@@ -89,13 +92,14 @@ def train(name: str, folder: Path, options: Namespace) -> None:
     prefix = next(path for path, module in model.named_modules() if module is part.module)
     parameters = list(part.module.requires_grad_(True).train().parameters())
     peak = options.rate or part.rate
-    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=part.betas, weight_decay=part.decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=peak, betas=part.betas, weight_decay=part.decay, fused=options.device == "cuda"
+    )
     mean = AveragedModel(part.module, multi_avg_fn=average)
     loader = DataLoader(Stream(part), batch_size=None, num_workers=options.workers, collate_fn=dict)
     losses, done = list[Tensor](), 0.0
-    for step, examples in enumerate(loader, 1):
-        moved = {key: torch.from_numpy(value).to(options.device) for key, value in examples.items()}
-        loss = part.loss(moved, done)
+    for step, examples in enumerate(fed(loader, options.device, random.Random(SEED)), 1):
+        loss = part.loss(examples, done)
         loss.backward()
         for group in optimizer.param_groups:
             warm = min(1.0, step / min(WARM_UP, max(1, steps // 10)))
@@ -116,6 +120,27 @@ def train(name: str, folder: Path, options: Namespace) -> None:
             saved = now
         if done == 1:
             break
+
+
+def fed(loader: Iterable[dict[str, npt.NDArray[Any]]], device: str, rng: random.Random) -> Iterator[Batch]:
+    """Yields batches on the device: a new one, or while the workers make it, one of the last ones again.
+
+    Making examples takes longer than learning from them.
+    """
+    batches, kept, count, uses = iter(loader), deque[Batch](maxlen=KEPT), 0, 0
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, batches)
+        while True:
+            if coming.done() or uses >= USES * count:
+                arrays, count = coming.result(), count + 1
+                coming = thread.submit(next, batches)
+                # Copied by this thread: no other one may use a GPU while a graph is recorded. Numbers are sizes.
+                kept.append({k: torch.from_numpy(v).to(device) if v.ndim else int(v) for k, v in arrays.items()})
+                batch = kept[-1]
+            else:
+                batch = rng.choice(kept)
+            uses += 1
+            yield batch
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tools.speaker.dit import Speech, piece
+from tools.speaker.layers import Graphs
 from tools.speaker.sound import log_mel
 from tools.speaker.texts import Texts
 
@@ -57,6 +58,23 @@ class Discriminator(nn.Module):
         return [*features, self.last(image)]
 
 
+class Unclamped(nn.Module):
+    """BigVGAN without the clamp at its end."""
+
+    def __init__(self, maker: Any) -> None:
+        super().__init__()
+        self.maker = maker
+
+    def forward(self, spectrum: Tensor) -> tuple[Tensor]:
+        """Return waves [B, samples] of spectra [B, 80, frames] as `process_mel_spectrogram` makes them of log mels."""
+        maker, hidden = self.maker, self.maker.conv_pre(spectrum)
+        blocks = maker.num_residual_blocks
+        for index in range(maker.num_upsample_layers):
+            hidden = maker.ups[index][0](hidden)
+            hidden = sum(block(hidden) for block in maker.resblocks[index * blocks : (index + 1) * blocks]) / blocks
+        return (maker.conv_post(maker.activation_post(hidden))[:, 0].float(),)
+
+
 class Vocoder:
     """Trains BigVGAN on the teacher's speech."""
 
@@ -64,6 +82,7 @@ class Vocoder:
 
     def __init__(self, model: Any, processor: Any, texts: Texts, batch: int, own: int) -> None:
         self.module, self.speech, self.batch = model.token2wav.code2wav_bigvgan_model, Speech(texts), batch
+        self.maker = Graphs(lambda: Unclamped(self.module))
         self.judges = nn.ModuleList(Discriminator(size) for size in RESOLUTIONS[1:]).to(model.device)
         self.learner = torch.optim.AdamW(self.judges.parameters(), lr=JUDGE_RATE, betas=self.betas, weight_decay=0.0)
 
@@ -74,20 +93,10 @@ class Vocoder:
             waves = [piece(rng, one, CODES)[1] for one in said for _ in range(PIECES)]
             yield {"wave": torch.stack([rng.uniform(0.5, 1.2) * wave for wave in waves[: self.batch]])}
 
-    def made(self, mel: Tensor) -> Tensor:
-        """Returns waves [B, samples] of log mels [B, 80, frames]: BigVGAN without the clamp at its end."""
-        maker, hidden = self.module, self.module.conv_pre(self.module.process_mel_spectrogram(mel))
-        blocks = maker.num_residual_blocks
-        for index in range(maker.num_upsample_layers):
-            hidden = maker.ups[index][0](hidden)
-            hidden = sum(block(hidden) for block in maker.resblocks[index * blocks : (index + 1) * blocks]) / blocks
-        wave: Tensor = maker.conv_post(maker.activation_post(hidden))[:, 0].float()
-        return wave
-
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns distances of spectra, and later what the discriminators say, which take a step of their own."""
         truth = batch["wave"]
-        made = self.made(log_mel(truth))
+        (made,) = self.maker(self.module.process_mel_spectrogram(log_mel(truth)))
         loss = SPECTRAL_WEIGHT * spectral_distance(made, truth)
         loss = loss + LOUDNESS_WEIGHT * (made.abs() - 1).clamp(min=0).mean()
         verdicts = [(judge(truth)[-1], judge(made.detach())[-1]) for judge in self.judges]
