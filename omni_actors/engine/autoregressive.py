@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -38,12 +39,19 @@ _REASONS = {
 
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
-# vLLM and Triton have separate code for one request, for few, and for multiples of 16.
-WARM_UP_BATCHES = (1, 2, 9, 16, 17)
+# vLLM and Triton have separate code for one request, for few and for multiples of 16; and to sample by top_p four kernels
+# (0.8 s each) for each power of two that fits into the multiprocessors of a GPU, or of a part of it, divided by requests.
+WARM_UP_BATCHES = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
-WARM_UP_PARAMS = (
-    StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05),
-    StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
+# Requests of one batch. The second has the model's top_k; where that is none, top_p alone has kernels of its own.
+WARM_UP_MIXES = (
+    (
+        StageParams(
+            max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=0.8, min_p=0.01, repetition_penalty=1.05
+        ),
+        StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
+    ),
+    (StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_p=0.8),),
 )
 
 
@@ -89,8 +97,8 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         """Run batches like those of real requests, and prompts of more tokens: no request is to wait for a compiler.
 
         Compiling takes many seconds if nothing is cached; a stage that did it while it holds requests would look stuck.
-        Kernels differ by the number of requests and by the sampling, so each batch has both kinds of sampling; those of
-        a model's experts by the number of tokens (`workers/gpu.py`).
+        Kernels differ by the number of requests and by the sampling; those of a model's experts by the number of tokens
+        (`workers/gpu.py`).
 
         Args:
             batches: the numbers of requests to run at a time, one batch after the other; by default those that matter.
@@ -98,9 +106,9 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         Raises:
             EngineError: a request of the warm-up fails, as all later ones would.
         """
-        for size in batches or self._batches():
+        for size, mix in itertools.product(batches or self._batches(), WARM_UP_MIXES):
             for index in range(size):
-                request = StageRequest(f"_warm_up/{index}", WARM_UP_PARAMS[index % len(WARM_UP_PARAMS)], seed=index)
+                request = StageRequest(f"_warm_up/{index}", mix[index % len(mix)], seed=index)
                 self.start(request, self.adapter.warm_up_inputs(WARM_UP_LENGTH))
             self._run_warm_up()
         self.core.compile_prompt_kernels(WARM_UP_SECONDS)

@@ -14,8 +14,10 @@ import pytest
 import torch
 from PIL import Image
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.sample.ops import topk_topp_triton
 
 from omni_actors.engine import models
+from omni_actors.engine.autoregressive import WARM_UP_BATCHES
 from omni_actors.engine.core import StepFailed, device_is_lost
 from omni_actors.engine.diffusion import picture_events
 from omni_actors.engine.encoded_requests import check_feature, merged_patches
@@ -111,6 +113,14 @@ def plugin(tmp_path, monkeypatch):
     yield write
     for name in [name for name in sys.modules if name.startswith("plugin_of_test")]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 14, 32, 66, 78, 108, 132, 188])
+def test_a_start_samples_with_all_kernels_that_requests_need(multiprocessors: int) -> None:
+    """vLLM splits a row of probabilities by how many requests there are and how much of a GPU."""
+    splits = vars(topk_topp_triton)["_topp_split_count"]
+    needed = {splits(requests, multiprocessors) for requests in range(1, 65)}
+    assert {splits(requests, multiprocessors) for requests in WARM_UP_BATCHES} == needed
 
 
 def test_log_probabilities_of_a_prompt_are_bounded():
