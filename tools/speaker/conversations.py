@@ -218,11 +218,12 @@ class Conversations:
         if self.sound:
             self.pool += spoken_lists(rng, FRESH if self.pool else 10 * FRESH)
             self.pool += said_by_teacher(rng, [self.spoken(rng) for _ in range(FRESH if self.pool else 10 * FRESH)])
-        return [self.conversation(rng) for _ in range(count)]
+        turns = 1 if rng.random() < ALONE else rng.randint(2, MOST_TURNS)  # of all, as they are made equally long
+        return [self.conversation(rng, turns) for _ in range(count)]
 
-    def conversation(self, rng: random.Random) -> Conversation:
-        """Returns a conversation of one to six turns."""
-        turns, count = list[Question](), 1 if rng.random() < ALONE else rng.randint(2, MOST_TURNS)
+    def conversation(self, rng: random.Random, count: int) -> Conversation:
+        """Returns a conversation of so many turns."""
+        turns = list[Question]()
         while len(turns) < count:
             turns.append(self.turn(rng, turns, last=len(turns) + 1 == count))
         system = self.texts.fill(rng, rng.choice(LISTS["rule"])) if rng.random() < SYSTEM else ""

@@ -35,6 +35,7 @@ WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard 
 STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
 MEDIA, WITH_MEDIA = (0.2, 0.3), 0.2  # of the questions have a sound, or a picture; of the batches have any
 VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
+AT_ONCE = 4  # batches that are drawn together, from short replies to long ones
 FILLS = {"target": IGNORED, "key": -1, "want": -1}
 
 
@@ -103,21 +104,21 @@ class Talker:
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
         """Yields replies to their prompts, with the teacher's codes."""
         while True:
-            asked = self.conversations.draw(rng, self.batch, media=rng.random() < WITH_MEDIA)
+            asked = self.conversations.draw(rng, AT_ONCE * self.batch, media=rng.random() < WITH_MEDIA)
             voice = rng.choice(list(VOICES.values()))
             replies = [one.turns[-1].wanted for one in asked]
             said = [encode(one, voice)[0] for one in speak(replies, voice, wave=False)]
             fits = [number for number, codes in enumerate(said) if SHORTEST <= len(codes) <= LONGEST]
-            if not fits:
-                continue
-            fits = (fits * self.batch)[: self.batch]
-            heard = examples_of(self.processor, self.thinker, [asked[number] for number in fits])
-            whole, sizes = heard["input_ids"].shape[1], heard["attention_mask"].sum(1).tolist()
-            rows = [
-                self.row(rng, replies[number], said[number], size, whole, voice.name)
-                for number, size in zip(fits, sizes, strict=True)
-            ]
-            yield padded(rows) | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
+            fits.sort(key=lambda number: len(said[number]))  # replies of a batch are made equally long
+            for first in range(0, len(fits) - self.batch + 1, self.batch):
+                some = fits[first : first + self.batch]
+                heard = examples_of(self.processor, self.thinker, [asked[number] for number in some])
+                whole, sizes = heard["input_ids"].shape[1], heard["attention_mask"].sum(1).tolist()
+                rows = [
+                    self.row(rng, replies[number], said[number], size, whole, voice.name)
+                    for number, size in zip(some, sizes, strict=True)
+                ]
+                yield padded(rows) | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
 
     def row(self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str) -> dict[str, Tensor]:
         """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's.

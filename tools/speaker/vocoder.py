@@ -93,25 +93,30 @@ class Vocoder:
             waves = [piece(rng, one, CODES)[1] for one in said for _ in range(PIECES)]
             yield {"wave": torch.stack([rng.uniform(0.5, 1.2) * wave for wave in waves[: self.batch]])}
 
+    def verdicts(self, judge: nn.Module, wave: Tensor) -> list[Tensor]:
+        """Returns a discriminator's features, then its verdict; on a GPU by products in bfloat16."""
+        with torch.autocast(wave.device.type, torch.bfloat16, enabled=wave.is_cuda):
+            return [value.float() for value in judge(wave)]
+
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns distances of spectra, and later what the discriminators say, which take a step of their own."""
         truth = batch["wave"]
         (made,) = self.maker(self.module.process_mel_spectrogram(log_mel(truth)))
         loss = SPECTRAL_WEIGHT * spectral_distance(made, truth)
         loss = loss + LOUDNESS_WEIGHT * (made.abs() - 1).clamp(min=0).mean()
-        verdicts = [(judge(truth)[-1], judge(made.detach())[-1]) for judge in self.judges]
-        own = [(1 - real.float()).square().mean() + fake.float().square().mean() for real, fake in verdicts]
-        torch.stack(own).sum().backward()
+        said = [self.verdicts(judge, torch.cat([truth, made.detach()])) for judge in self.judges]
+        pairs = [verdict[-1].chunk(2) for verdict in said]
+        torch.stack([(1 - real).square().mean() + fake.square().mean() for real, fake in pairs]).sum().backward()
         nn.utils.clip_grad_norm_(self.judges.parameters(), 10.0)
         self.learner.step()
         self.learner.zero_grad()
         if done <= ALONE:
             return loss
         self.judges.requires_grad_(False)
-        for judge in self.judges:
-            fakes, reals = judge(made), judge(truth)
-            loss = loss + (1 - fakes[-1].float()).square().mean()
-            for fake, real in zip(fakes[:-1], reals[:-1], strict=True):
-                loss = loss + FEATURE_WEIGHT * functional.l1_loss(fake.float(), real.float())
+        for judge, verdict in zip(self.judges, said, strict=True):
+            fakes = self.verdicts(judge, made)
+            loss = loss + (1 - fakes[-1]).square().mean()
+            for fake, both in zip(fakes[:-1], verdict[:-1], strict=True):
+                loss = loss + FEATURE_WEIGHT * functional.l1_loss(fake, both.detach().chunk(2)[0])
         self.judges.requires_grad_(True)
         return loss
