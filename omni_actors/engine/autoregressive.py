@@ -39,8 +39,8 @@ _REASONS = {
 
 WAIT_SECONDS = 60.0  # of a step that has nothing to do but to wait for grammars
 WARM_UP_LENGTH = 24
-# vLLM and Triton have separate code for one request, for few and for multiples of 16; and to sample by top_p four kernels
-# (0.8 s each) for each power of two that fits into the multiprocessors of a GPU, or of a part of it, divided by requests.
+# vLLM and Triton have separate code for one request, for few and for multiples of 16; and to sample by top_p four
+# kernels (0.8 s each) for each power of two that fits into a GPU's multiprocessors, or a part of them, by request.
 WARM_UP_BATCHES = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
 # Requests of one batch. The second has the model's top_k; where that is none, top_p alone has kernels of its own.
