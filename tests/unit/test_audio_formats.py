@@ -72,14 +72,6 @@ async def test_less_sound_than_a_window_ends() -> None:
     assert sum(len(item.samples) for item in rest if isinstance(item, Audio)) <= 9
 
 
-@pytest.mark.parametrize("name", ["pcm", "wav"])
-def test_a_stream_at_another_speed_is_whole(name: str) -> None:
-    encoder = encoder_of(name, RATE, 2.0)
-    data = b"".join([*(encoder.feed(piece) for piece in numpy.array_split(TONE, 7)), encoder.finish()])
-    wanted = len(encode(TONE, name, RATE)) / 2
-    assert abs(len(data) / wanted - 1) < 0.1
-
-
 FORMATS = ["pcm_8000", "pcm_22050", "pcm_24000", "pcm_48000", "ulaw_8000", "alaw_8000", "mp3_22050_32", "mp3_44100"]
 
 

@@ -36,21 +36,73 @@ def with_stage(number: int, **fields: Any) -> dict[str, Any]:
     return data
 
 
-def test_missing_stage_cycle_double_names_and_entries(tmp_path: Path) -> None:
-    assert "no stage 'thinkr'. Did you mean 'thinker'" in refused(tmp_path, with_stage(2, inputs={"from": "thinkr"}))
-    assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "code2wav"]}))
-    assert "cycle" in refused(tmp_path, with_stage(1, inputs={"from": "thinker"}))
-    assert "Two stages are called 'prompt'" in refused(tmp_path, with_stage(1, name="prompt"))
-    assert "Exactly one stage has no inputs" in refused(tmp_path, with_stage(2, inputs=None))
-    assert "names a stage twice" in refused(tmp_path, with_stage(1, inputs={"from": ["prompt", "prompt"]}))
+def decoding(**options: Any) -> dict[str, Any]:
+    return with_stage(3, kind="diffusion", decode=options)
 
 
-def test_outputs(tmp_path: Path) -> None:
-    data = with_stage(3, outputs=[])
-    assert "its output goes nowhere" in refused(tmp_path, data)
-    data["stages"] = data["stages"][:1]
-    assert "No stage has outputs" in refused(tmp_path, data)
-    assert "all output text" in refused(tmp_path, with_stage(3, outputs=["text", "audio"]))
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**chain(), **fields}
+
+
+HEARTBEATS = {"heartbeat_interval": 3, "heartbeat_timeout": 7}
+REFUSED = [
+    (with_stage(2, inputs={"from": "thinkr"}), "no stage 'thinkr'. Did you mean 'thinker'"),
+    (with_stage(1, inputs={"from": ["prompt", "code2wav"]}), "cycle"),
+    (with_stage(1, inputs={"from": "thinker"}), "cycle"),
+    (with_stage(1, name="prompt"), "Two stages are called 'prompt'"),
+    (with_stage(2, inputs=None), "Exactly one stage has no inputs"),
+    (with_stage(1, inputs={"from": ["prompt", "prompt"]}), "names a stage twice"),
+    (with_stage(2, inputs={"from": "thinker", "processor": "thinker2talkr"}), "Did you mean 'thinker2talker'"),
+    (with_stage(3, outputs=[]), "its output goes nowhere"),
+    (changed(stages=chain()["stages"][:1]), "No stage has outputs"),
+    (with_stage(3, outputs=["text", "audio"]), "all output text"),
+    (with_stage(1, kind="autoregressive", sampling={"num_steps": 3}), "thinker.sampling.num_steps does not apply"),
+    (with_stage(0, kind="prompt", sampling={"max_tokens": 3}), "stages.prompt.sampling.max_tokens"),
+    (
+        with_stage(1, kind="autoregressive", outputs=[], sampling={"stop": ["."]}),
+        "stages.thinker.sampling.stop does not apply to a stage without text",
+    ),
+    (decoding(polcy="whole"), "stages.code2wav.decode.polcy: unknown key. Did you mean 'policy'"),
+    (decoding(policy="half"), "policy"),
+    (decoding(first_blocks=0), "first_blocks"),
+    (decoding(precision="int8"), "precision"),
+    (decoding(policy="whole", first_blocks=2), "no chunks"),
+    (decoding(first_blocks=4, largest_blocks=2), "largest_blocks (2) is less than first_blocks (4)"),
+    (with_stage(3, decode={}), "only diffusion stages decode"),
+    (with_stage(1, devices=[1]), "no device 1; this host has no GPU"),
+    (changed(modle="x"), "modle: unknown key. Did you mean 'model'?"),
+    (changed(coordinator={"max_inflight": 3}), "unknown key. Did you mean 'max_in_flight'?"),
+    (
+        changed(limits={"message_bytes": 1 << 20}),
+        "limits.message_bytes (1048576) is less than header_bytes, body_bytes",
+    ),
+    (changed(http={"bodies_bytes": 1 << 20}), "http.bodies_bytes (1048576) is less than body_bytes (67108864)"),
+    (changed(flow={"arena_bytes": 4096}), "flow.arena_bytes (4096) must be at least 1048576, or 0"),
+    (changed(coordinator=HEARTBEATS), "stages.prompt.stall_timeout (4.25 s) must"),
+    (changed(coordinator={"otlp_endpoint": "collector"}), "'collector' is not the URL of a collector"),
+    (changed(coordinator={"listen": "tcp://a b:1"}), "'tcp://a b:1' is neither 'ipc' nor tcp://ADDRESS:PORT"),
+    (changed(coordinator={"listen": "tcp://127.0.0.1:70000"}), "is neither 'ipc' nor tcp://ADDRESS:PORT"),
+    (changed(model=f"/{'x' * 300}"), "cannot be a path: File name too long"),
+    (changed(model="two words"), "model: there is no folder 'two words'"),
+    (changed(name="two\nlines"), "name: Expected `str` matching regex"),
+    (changed(cluster={"master_addr": "a host"}), "cluster.master_addr: Expected `str` matching regex"),
+    (changed(cluster={"master_port": 0}), "cluster.master_port: Expected `int` >= 1"),
+    *(
+        (with_stage(0, environment={name: text}), "pipeline.yaml, line ")
+        for name, text in (("X=Y", "1"), ("lower", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000))
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
+def test_values_that_do_not_fit_are_refused_with_their_key(tmp_path: Path, data: dict[str, Any], problem: str) -> None:
+    assert problem in refused(tmp_path, data)
+
+
+def test_devices_that_this_host_does_not_have(tmp_path: Path) -> None:
+    assert "this host has devices 0 to 1" in refused(tmp_path, with_stage(1, devices=[2]), devices=2)
+    assert "names a device twice" in refused(tmp_path, with_stage(1, devices=[0, 0]), devices=2)
+    load(tmp_path, with_stage(1, devices=[1]), devices=2)
 
 
 @pytest.mark.parametrize("prefix", ["mine", "mine."])
@@ -80,13 +132,9 @@ def test_engines_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fi
     load(tmp_path, with_stage(1, kind="custom", engine_class="mine.Engine"))
 
 
-def test_unknown_processor_is_found_before_anything_starts(tmp_path: Path) -> None:
-    data = with_stage(2, inputs={"from": "thinker", "processor": "thinker2talkr"})
-    assert "Did you mean 'thinker2talker'" in refused(tmp_path, data)
-    assert set(BUILT_IN_PROCESSORS) == set(PROCESSORS)
-
-
 def test_classes_are_resolved_by_name_or_allowed_path() -> None:
+    assert set(BUILT_IN_PROCESSORS) == set(PROCESSORS), "so that a wrong name is known before anything is imported"
+
     def resolve(name: str) -> type:
         return config.resolve_class(name, PROCESSORS, StreamProcessor, "here")
 
@@ -101,32 +149,6 @@ def test_classes_are_resolved_by_name_or_allowed_path() -> None:
     ):
         with pytest.raises(ConfigError, match=word):
             resolve(name)
-
-
-def test_parameters_must_fit_the_kind_of_stage(tmp_path: Path) -> None:
-    data = with_stage(1, kind="autoregressive", sampling={"num_steps": 3})
-    assert "stages.thinker.sampling.num_steps does not apply" in refused(tmp_path, data)
-    data = with_stage(0, kind="prompt", sampling={"max_tokens": 3})
-    assert "stages.prompt.sampling.max_tokens" in refused(tmp_path, data)
-    data = with_stage(1, kind="autoregressive", outputs=[], sampling={"stop": ["."]})
-    assert "stages.thinker.sampling.stop does not apply to a stage without text" in refused(tmp_path, data)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"decode": {"polcy": "whole"}}, ["stages.code2wav.decode.polcy: unknown key", "Did you mean 'policy'"]),
-        ({"decode": {"policy": "half"}}, ["policy"]),
-        ({"decode": {"first_blocks": 0}}, ["first_blocks"]),
-        ({"decode": {"precision": "int8"}}, ["precision"]),
-        ({"decode": {"policy": "whole", "first_blocks": 2}}, ["no chunks"]),
-        ({"decode": {"first_blocks": 4, "largest_blocks": 2}}, ["largest_blocks (2)", "first_blocks (4)"]),
-        ({"kind": "echo", "decode": {}}, ["only diffusion stages decode"]),
-    ],
-)
-def test_decoding(tmp_path: Path, fields: dict, words: list[str]) -> None:
-    text = refused(tmp_path, with_stage(3, **{"kind": "diffusion", **fields}))
-    assert all(word in text for word in words), text
 
 
 def test_only_loopback_is_bound(tmp_path: Path) -> None:
@@ -157,13 +179,6 @@ def test_several_hosts_need_keys(tmp_path: Path) -> None:
     load(tmp_path, {**chain(), "cluster": cluster, "coordinator": {"keys_dir": "keys"}})
     for fine in ({**cluster, "nnodes": 1}, {**cluster, "master_addr": "127.0.0.2"}, {**cluster, "master_addr": "gpu1"}):
         load(tmp_path, {**chain(), "cluster": fine})
-
-
-def test_impossible_devices(tmp_path: Path) -> None:
-    assert "no device 1; this host has no GPU" in refused(tmp_path, with_stage(1, devices=[1]))
-    assert "this host has devices 0 to 1" in refused(tmp_path, with_stage(1, devices=[2]), devices=2)
-    assert "names a device twice" in refused(tmp_path, with_stage(1, devices=[0, 0]), devices=2)
-    load(tmp_path, with_stage(1, devices=[1]), devices=2)
 
 
 def autoregressive(share_of_thinker: Any, share_of_talker: Any, **talker: Any) -> dict[str, Any]:
@@ -317,44 +332,6 @@ def test_every_number_has_a_range_and_every_text_a_length(path: str, section: ty
 
 
 BOUNDED_BY_THE_READER = {"stages.NAME": {"environment": [int], "engine": [str]}}
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"modle": "x"}, "modle: unknown key. Did you mean 'model'?"),
-        ({"coordinator": {"max_inflight": 3}}, "unknown key. Did you mean 'max_in_flight'?"),
-        (
-            {"limits": {"message_bytes": 1 << 20}},
-            "limits.message_bytes (1048576) is less than header_bytes, body_bytes",
-        ),
-        ({"http": {"bodies_bytes": 1 << 20}}, "http.bodies_bytes (1048576) is less than body_bytes (67108864)"),
-        ({"flow": {"arena_bytes": 4096}}, "flow.arena_bytes (4096) must be at least 1048576, or 0"),
-        (
-            {"coordinator": {"heartbeat_interval": 3, "heartbeat_timeout": 7}},
-            "stages.prompt.stall_timeout (4.25 s) must",
-        ),
-        ({"coordinator": {"otlp_endpoint": "collector"}}, "'collector' is not the URL of a collector"),
-        ({"coordinator": {"listen": "tcp://a b:1"}}, "'tcp://a b:1' is neither 'ipc' nor tcp://ADDRESS:PORT"),
-        ({"coordinator": {"listen": "tcp://127.0.0.1:70000"}}, "is neither 'ipc' nor tcp://ADDRESS:PORT"),
-        ({"model": f"/{'x' * 300}"}, "cannot be a path: File name too long"),
-        ({"model": "two words"}, "model: there is no folder 'two words'"),
-        ({"name": "two\nlines"}, "name: Expected `str` matching regex"),
-        ({"cluster": {"master_addr": "a host"}}, "cluster.master_addr: Expected `str` matching regex"),
-        ({"cluster": {"master_port": 0}}, "cluster.master_port: Expected `int` >= 1"),
-    ],
-)
-def test_values_that_do_not_fit(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    assert problem in refused(tmp_path, {**chain(), **change})
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("X=Y", "1"), ("lower", "1"), ("X", "a\0b"), ("X", [1]), ("X\n", "1"), ("X", "y" * 40_000)]
-)
-def test_environments_that_no_process_can_have(tmp_path: Path, name: str, text: Any) -> None:
-    data = chain()
-    data["stages"][0]["environment"] = {name: text}
-    assert "pipeline.yaml, line " in refused(tmp_path, data)
 
 
 @pytest.mark.parametrize(

@@ -201,19 +201,6 @@ def test_several_kinds_of_experts_share_their_sizes(tuned_for: Tuned) -> None:
     assert prompt_sizes(kinds, GRAPHS, 256) == [], "a batch that fits a graph needs nothing"
 
 
-class Clock:
-    """Time that passes only by `sleep`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_a_start_waits_until_the_memory_of_a_killed_process_is_free(caplog: pytest.LogCaptureFixture) -> None:
     now, free = 100.0, iter([10 * GIB, 10 * GIB, 45 * GIB])
 

@@ -104,14 +104,16 @@ NOT_ALLOWED, HANGS_UP, ASKS = "does not allow this key", "hangs up", "asks for k
 def holders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
     """Folders of keys by who holds them. A forged one is unknown, but its holder has the pipeline's public key."""
     made = tmp_path_factory.mktemp("holders")
-    for name in ("pipeline", "forged", "other"):
+    assert main([str(made / "pipeline"), "--client", "alice", "--operator", "olga"]) == 0
+    for name in ("forged", "other"):
         make_cluster(made / name)
+    clients = made / "pipeline" / "clients"
     forged = make_client(made / "forged", "mallory")
     (forged / "cluster.key").write_bytes((made / "pipeline" / "cluster.key").read_bytes())
     return {
         MEMBER: made / "pipeline",
-        CLIENT: make_client(made / "pipeline", "alice"),
-        OPERATOR: make_client(made / "pipeline", "olga", operator=True),
+        CLIENT: clients / "alice",
+        OPERATOR: clients / "olga",
         FORGED: forged,
         OTHER: made / "other",
         NONE: None,
@@ -120,7 +122,7 @@ def holders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
 
 @pytest.fixture(scope="module")
 def folder(holders: dict[str, Path | None]) -> Path:
-    """The pipeline's keys, with the client alice."""
+    """The pipeline's keys, with the client alice and the operator olga."""
     folder = holders[MEMBER]
     assert folder is not None
     return folder
@@ -234,9 +236,6 @@ def test_hosts_of_endpoints() -> None:
     assert stays_on_host("ipc:///x")
 
 
-# -- clients ----------------------------------------------------------------------------------------------------------
-
-
 # -- stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -274,39 +273,28 @@ def test_the_authenticator_refuses_malformed_questions(folder: Path, contexts: l
     authenticator.start()
 
 
-@pytest.fixture(scope="module")
-def alices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pipeline's keys with the clients alice and bob."""
-    made = tmp_path_factory.mktemp("keys") / "pipeline"
-    assert main([str(made), "--client", "alice", "--client", "bob"]) == 0
-    return made
-
-
-def test_files_are_closed_to_others(alices: Path) -> None:
-    modes = {path.relative_to(alices): path.stat().st_mode & 0o777 for path in [alices, *alices.rglob("*")]}
-    assert {mode for path, mode in modes.items() if (alices / path).is_dir()} == {0o700}
-    assert {mode for path, mode in modes.items() if (alices / path).is_file()} == {0o600}
+def test_files_are_closed_to_others(folder: Path) -> None:
+    modes = {path.relative_to(folder): path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    assert {mode for path, mode in modes.items() if (folder / path).is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if (folder / path).is_file()} == {0o600}
     assert {str(path) for path in modes} >= {"allowed/alice.key", "clients/alice/client.key_secret", "cluster.key"}
 
 
-def test_nothing_is_overwritten(alices: Path, capsys: pytest.CaptureFixture) -> None:
-    before = {path: path.read_bytes() for path in alices.rglob("*") if path.is_file()}
-    assert main([str(alices)]) == 2
+def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main([str(folder)]) == 2
     assert "already" in capsys.readouterr().err
-    assert main([str(alices), "--client", "alice"]) == 2
+    assert main([str(folder), "--client", "alice"]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in alices.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"])
-def test_names_of_clients_are_plain(alices: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="not a valid name"):
-        make_client(alices, name)
-
-
-def test_a_client_cannot_allow_clients(alices: Path) -> None:
+def test_names_of_clients_are_plain_and_a_client_cannot_allow_others(folder: Path) -> None:
+    for name in ("", "../x", "Alice", "a/b", ".x", "x" * 65, "cluster"):
+        with pytest.raises(ConfigError, match="not a valid name"):
+            make_client(folder, name)
     with pytest.raises(ConfigError, match="client's folder"):
-        make_client(alices / "clients" / "alice", "mallory")
+        make_client(folder / "clients" / "alice", "mallory")
 
 
 @pytest.mark.parametrize("name", [".", "cluster.key_secret"])
@@ -319,13 +307,11 @@ def test_what_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) 
         load_keys(tmp_path / "k")
     with pytest.raises(ConfigError, match="Others may use"):
         make_client(tmp_path / "k", "alice")
-
-
-def test_making_keys_refuses_an_open_folder(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
+    (tmp_path / "new").mkdir(0o700)
+    (tmp_path / "new").chmod(0o700 | mode)
     with pytest.raises(ConfigError, match="Others may use the folder"):
-        make_cluster(tmp_path)
-    assert not list(tmp_path.iterdir())
+        make_cluster(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -336,19 +322,19 @@ def test_keys_of_another_user_are_refused(tmp_path: Path) -> None:
         load_keys(tmp_path / "k")
 
 
-def test_broken_folders_are_named_without_their_content(tmp_path: Path, alices: Path) -> None:
+def test_broken_folders_are_named_without_their_content(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"No such file .*omni-actors keys DIR"):
         load_keys(tmp_path / "missing")
     make_cluster(tmp_path / "k")
     secret = tmp_path / "k" / "cluster.key_secret"
     good = secret.read_text()
-    secret.write_text((alices / "cluster.key_secret").read_text())
+    secret.write_text((folder / "cluster.key_secret").read_text())
     with pytest.raises(ConfigError, match="does not hold the secret"):
         load_keys(tmp_path / "k")
     short = 'metadata\ncurve\n    public-key = "tooshort"\n'
-    pair = f'public-key = "{load_keys(alices).public.decode()}"'
+    pair = f'public-key = "{load_keys(folder).public.decode()}"'
     secret.write_text(good.replace(good[good.index("public-key") : good.index("secret-key")].strip(), pair))
-    (tmp_path / "k" / "cluster.key").write_bytes((alices / "cluster.key").read_bytes())
+    (tmp_path / "k" / "cluster.key").write_bytes((folder / "cluster.key").read_bytes())
     with pytest.raises(ConfigError, match="does not hold the secret"):
         load_keys(tmp_path / "k")
     for broken in ("", short, good.replace('public-key = "', 'public-key = "é')):
@@ -361,8 +347,8 @@ def test_broken_folders_are_named_without_their_content(tmp_path: Path, alices: 
         load_keys(tmp_path / "k")
 
 
-def test_secrets_are_not_shown(alices: Path) -> None:
-    keys = load_keys(alices)
+def test_secrets_are_not_shown(folder: Path) -> None:
+    keys = load_keys(folder)
     assert keys.secret.decode() not in f"{keys!r} {keys}"
 
 
@@ -395,7 +381,7 @@ def test_who_may_operate(tmp_path: Path) -> None:
                 make_client(tmp_path / "k", taken, operator)
 
 
-def test_the_files_are_read_once_a_second_for_a_key(alices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_are_read_once_a_second_for_a_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much a locked-out client sends."""
     reads: list[int] = []
     read = KeyOwners.read
@@ -405,6 +391,6 @@ def test_the_files_are_read_once_a_second_for_a_key(alices: Path, monkeypatch: p
         return read(owners, keys)
 
     monkeypatch.setattr(KeyOwners, "read", counted)
-    owners = KeyOwners(load_keys(alices), lambda: 0.0)
+    owners = KeyOwners(load_keys(folder), lambda: 0.0)
     assert {owners.of(b"x" * 40) for _ in range(100)} == {None}
     assert len(reads) == 1

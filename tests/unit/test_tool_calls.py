@@ -13,16 +13,7 @@ from omni_actors.engine.prompt_processors import ChatTemplate
 from omni_actors.engine.tool_calls import ToolCallReader, parser_class
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.fields import DType, TensorRef
-from omni_actors.protocol.payloads import (
-    ChatMessage,
-    CollectedCalls,
-    ContentPart,
-    Media,
-    MediaEncoding,
-    Prompt,
-    ToolCall,
-    Tools,
-)
+from omni_actors.protocol.payloads import ChatMessage, ContentPart, Media, MediaEncoding, Prompt, ToolCall, Tools
 from tests.support.paths import REPOSITORY
 
 TEMPLATE = str(REPOSITORY / "stage_configs" / "qwen2_5_omni_tools.jinja")
@@ -32,7 +23,6 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 TOOLS = Tools((json.dumps(WEATHER),))
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +32,6 @@ def tokenizer(tiny_checkpoint: Path) -> Any:
 
 def reader(tokenizer: Any, tools: Tools = TOOLS) -> ToolCallReader:
     return ToolCallReader(parser_class("hermes", tokenizer), tokenizer, tools, [1, 2, 3])
-
-
-def read_all(found: ToolCallReader, tokenizer: Any, answer: str) -> tuple[str, list[ToolCall], list[str]]:
-    """What a reader makes of an answer that comes token by token: text, calls, and the pieces of text."""
-    token_ids = tokenizer(answer)["input_ids"]
-    calls, texts = CollectedCalls(), []
-    for index, token in enumerate(token_ids):
-        text = tokenizer.decode([token])
-        content, pieces = found.read(text, [token], finished=index + 1 == len(token_ids))
-        texts.append(content)
-        calls.add(pieces)
-    return "".join(texts), calls.whole(), texts
 
 
 @pytest.mark.parametrize("answer", ["Nothing to call.", "a < b and <tool", "<", "Grüße 🌊"])
@@ -72,16 +50,6 @@ def test_text_that_is_no_call_is_all_there_and_all_spoken(tokenizer: Any, answer
     assert not found.calling
     assert found.spoken == len(token_ids)
     assert answer.startswith(said)
-
-
-def test_a_call_that_must_be_made_has_a_grammar(tokenizer: Any) -> None:
-    assert reader(tokenizer).form is None
-    for tools in (Tools(TOOLS.definitions, "required"), Tools(TOOLS.definitions, "required", "weather")):
-        found = reader(tokenizer, tools)
-        assert "<tool_call>" in found.form.structural_tag
-        assert "weather" in found.form.structural_tag
-        _, calls, _ = read_all(found, tokenizer, CALL)
-        assert [call.name for call in calls] == ["weather"]
 
 
 def test_a_parser_that_vllm_does_not_have_is_refused_with_the_nearest_one(tokenizer: Any) -> None:
