@@ -1,4 +1,4 @@
-"""How processes begin, end with their parent, and what is removed of their shared memory."""
+"""How processes begin, end with their parent, and fail to start; what is removed of their shared memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from omni_actors.host import segments
 from omni_actors.host.processes import AnchoredClock, raise_file_limit
 from omni_actors.host.segments import Segment
+from omni_actors.launcher.children import LAST, last_words
 from omni_actors.launcher.replica_processes import SegmentLedger
 from omni_actors.protocol.fields import ReplicaId
 from tests.support.clock import Clock
@@ -117,3 +118,18 @@ def test_processes_of_stages_do_not_run_the_launchers_main_module(tmp_path: Path
     assert main == "the main module runs"
     assert children == ["a child runs"] * 3
     assert main_again == f"the main module is {program}"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        (
+            f"listening\nTraceback:\n  File x\nOSError: no file\n\n2026 ERROR http uvicorn.error: {LAST}\n",
+            "OSError: no file",
+        ),
+        ("ModuleNotFoundError: No module named 'av'\n", "No module named 'av'. Run pip install"),
+        ("\n", "its log is empty"),
+    ],
+)
+def test_what_is_said_of_a_server_that_does_not_start_is_the_reason(log: str, words: str) -> None:
+    assert words in last_words(log)

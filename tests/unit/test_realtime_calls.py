@@ -1,22 +1,31 @@
-"""What a session decides where the server plays its answers, and how it plays them."""
+"""Sessions whose answers the server plays, and what a Live session makes of its client's events. Without sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy
 import pytest
 from av import CodecContext, Packet
 
-from omni_actors.http_server.realtime import webrtc
+from omni_actors.http_server.realtime import config, webrtc
 from omni_actors.http_server.realtime.config import Event, ServerVad, event
-from omni_actors.http_server.realtime.formats import RATE
+from omni_actors.http_server.realtime.formats import RATE, WireFormat
+from omni_actors.http_server.realtime.live import DELEGATE, LiveSession
+from omni_actors.http_server.realtime.live_events import LiveEvent, LiveFields, StartLive
 from omni_actors.http_server.realtime.playing import AHEAD_SECONDS, Loudspeaker
-from omni_actors.http_server.realtime.session import Silence
+from omni_actors.http_server.realtime.requests import Outbox
+from omni_actors.http_server.realtime.session import Instructions, Silence
 from omni_actors.http_server.realtime.webrtc import OPUS_CLOCK, OpusTrack
+from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import CALLED, Talk, conforms, error_of
 from tests.support.servers import tone
+from tests.support.waiting import eventually
 
 VAD = ServerVad(prefix_padding_ms=64, silence_duration_ms=160)
 
@@ -147,3 +156,76 @@ async def test_no_more_of_an_answer_is_taken_than_can_wait(speaker: Loudspeaker,
     assert not room.done()
     await played(track, 1)
     await room
+
+
+class LiveTalk(Talk):
+    """A session with its Live API."""
+
+    def __init__(self) -> None:
+        self.live = LiveSession(StartLive(session=LiveFields(model="echo")), WireFormat(), delegates=True)
+        self.outbox = Outbox(self.sent, 1.0, None, self.live.told)
+        self.told: list[dict[str, Any]] = []  # events of the Live API
+        self.live.begin(self.outbox, lambda event: self.take(self.session.receive(event)), lambda _: None)
+        super().__init__(CALLED, vad=ServerVad(silence_duration_ms=64), tools=[DELEGATE])
+
+    async def sent(self, text: str) -> None:
+        self.told.append(json.loads(text))
+
+    def take(self, instructions: Instructions) -> list[dict[str, Any]]:
+        events = super().take(instructions)
+        for instruction in instructions:
+            if isinstance(instruction, dict) and not self.live.speaker.take(instruction):
+                self.outbox.put(instruction)
+        return events
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        event = self.live.meant(config.parse(msgspec.json.encode({"type": kind, **fields}), LiveEvent))
+        if event is not None:
+            self.take(self.session.receive(event))
+
+    def give(self, text: str, calls: Sequence[ToolCallPiece] = ()) -> None:
+        """Gives the answer that was asked for last."""
+        response = self.asked[-1].response_id
+        self.take(self.session.text(response, text, calls))
+        self.take(self.session.sound(response, bytes(RATE)))
+        self.take(self.session.answered(response, {}, cut=False))
+
+    def said(self) -> list[str]:
+        """The pieces of the transcript that the client has."""
+        return [event["delta"] for event in self.told if event["type"] == "session.output_transcript.delta"]
+
+    @property
+    def answers(self) -> int:
+        """How many were asked for; an early one is asked for again."""
+        return sum(not ask.early for ask in self.asked)
+
+
+@pytest.fixture
+async def talk() -> AsyncIterator[LiveTalk]:
+    made = LiveTalk()
+    writer = asyncio.create_task(made.outbox.write())
+    yield made
+    writer.cancel()
+
+
+async def test_the_transcript_comes_when_its_words_are_said(talk: LiveTalk) -> None:
+    talk.tell("session.commentary.append", delegation_id=None, content="Count.")
+    talk.give("one two three four")  # in half a second
+    (item_id,) = [event["item"]["id"] for event in talk.events if event["type"] == "response.output_item.done"]
+    ends = {"one": 0.05, "two": 0.35, "three": 0.35, "four": 0.5}
+    text = " ".join(ends)
+    talk.live.speaker.timed(item_id, [WordTime(word, 0.0, end, text.index(word)) for word, end in ends.items()])
+    player = asyncio.create_task(talk.live.play())
+    await eventually(lambda: "".join(talk.said()) == text, 10, lambda: str(talk.said()))
+    player.cancel()
+    assert talk.said() == ["one", " two three", " four"]
+
+
+async def test_a_turn_that_interrupts_is_answered_once_with_what_was_told_before(talk: LiveTalk) -> None:
+    talk.tell("session.commentary.append", delegation_id=None, content="One.")
+    talk.tell("session.commentary.append", delegation_id=None, content="Two.")
+    talk.hear(0.9, 4)
+    assert talk.answers == 1
+    talk.hear(0.0, 4)
+    assert talk.answers == 2
+    assert talk.prompt() == [("system", "One."), ("system", "Two."), ("user", "0.16 s")]
