@@ -280,10 +280,6 @@ def test_log_level_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 ANSWERS = 128
 
 
-def shipped() -> PipelineConfig:
-    return config.load(REPOSITORY / "stage_configs" / "qwen2_5_omni.yaml", {}, devices=1).pipeline
-
-
 def granted(count: int, tenant: str) -> int:
     """How many of so many slots one client gets that is alone, for one of its tenants."""
     numbers = itertools.count()
@@ -295,14 +291,11 @@ def granted(count: int, tenant: str) -> int:
 
 def test_one_client_behind_one_address_has_128_answers_at_a_time() -> None:
     """All requests over HTTP are those of one client, and all from one address those of one tenant."""
-    pipeline = shipped()
+    pipeline = config.load(REPOSITORY / "stage_configs" / "qwen2_5_omni.yaml", {}, devices=1).pipeline
     assert granted(pipeline.coordinator.max_in_flight, "address") >= ANSWERS
     assert pipeline.http.connections >= ANSWERS
     assert pipeline.flow.backlog_requests >= ANSWERS
-
-
-def test_no_text_waits_for_the_end_of_another_one() -> None:
-    assert shipped().stage("thinker").engine["max_num_seqs"] >= ANSWERS
+    assert pipeline.stage("thinker").engine["max_num_seqs"] >= ANSWERS, "no text waits for the end of another one"
 
 
 def unbounded(annotation: Any, metas: tuple[Meta, ...] = ()) -> Iterator[Any]:

@@ -71,13 +71,10 @@ def test_every_code_has_its_status(code: ErrorCode) -> None:
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-def test_the_field_that_the_error_names_wins_over_that_of_its_code() -> None:
+def test_what_an_error_says_of_its_field_and_of_trying_again_wins_over_its_code() -> None:
     error = ERROR_CLASSES[ErrorCode.INVALID_REQUEST]("too many", field="stop")
     assert HttpError.of(error).param == "stop"
     assert HttpError.of(error, {"invalid_request": "messages"}).param == "stop"
     assert HttpError.of(error, {"stop": "stop[0]"}).param == "stop[0]"
-
-
-def test_retry_after_is_that_of_the_pipeline_rounded_up() -> None:
     error = ERROR_CLASSES[ErrorCode.OVERLOADED]("full", retry_after=2.3)
-    assert HttpError.of(error).response().headers["retry-after"] == "3"
+    assert HttpError.of(error).response().headers["retry-after"] == "3", "that of the pipeline, rounded up"

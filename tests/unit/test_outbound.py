@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -81,11 +82,24 @@ class Harness:
         self.arena.close()
 
 
+Start = Callable[..., Harness]
+
+
 @pytest.fixture
-def harness(short_path: Path) -> Iterator[Harness]:
-    made = Harness(short_path)
-    yield made
-    made.close()
+def start(short_path: Path) -> Iterator[Start]:
+    """Starts a stage that sends, and replicas that it knows."""
+    made: list[Harness] = []
+
+    def one(*connected: ReplicaId, **options: Any) -> Harness:
+        made.append(Harness(short_path, **options))
+        made[-1].bind(*connected)
+        made[-1].peers(*connected)
+        return made[-1]
+
+    yield one
+    for harness in made:
+        harness.got.clear()  # what is read from the arena
+        harness.close()
 
 
 def chunk(*replicas: ReplicaId, data: bytes = b"small", seq: int = 0, request: str = "r") -> list[Outgoing]:
@@ -100,9 +114,8 @@ def mapped(harness: Harness, *replicas: ReplicaId) -> None:
         harness.outbound.granted(replica_id, Credit(mapped=True))
 
 
-def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Harness) -> None:
-    harness.bind(TALKER, OTHER)
-    harness.peers(TALKER, OTHER)
+def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(start: Start) -> None:
+    harness = start(TALKER, OTHER)
     harness.outbound.send(chunk(TALKER, data=LARGE))
     first = harness.receive(TALKER, 1)[0]
     assert not first.header.blocks, "the receiver has not said yet that it reads the arena"
@@ -134,10 +147,8 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(harness: Ha
     assert to_other.credit == FlowConfig().edge_messages - 1
 
 
-def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None:
-    harness = Harness(short_path, FlowConfig(edge_messages=3, outbox_messages=4))
-    harness.bind(TALKER)
-    harness.peers(TALKER)
+def test_no_credit_no_message_and_the_stage_is_held_up(start: Start) -> None:
+    harness = start(TALKER, flow=FlowConfig(edge_messages=3, outbox_messages=4))
     for seq in range(7):
         harness.outbound.send(chunk(TALKER, seq=seq))
     harness.receive(TALKER, 3)
@@ -156,15 +167,14 @@ def test_no_credit_no_message_and_the_stage_is_held_up(short_path: Path) -> None
     harness.outbound.granted(TALKER, Credit(messages=3, bytes=10_000))
     assert [envelope.header.seq for envelope in harness.receive(TALKER, 8)] == list(range(8))
     until(lambda: harness.outbound.waiting == 0)
-    harness.close()
 
 
 def text(seq: int) -> Outgoing:
     return Outgoing(None, Header("", "r", *msgspec.structs.astuple(ME), seq=seq), TextDelta(text="x"))
 
 
-def test_credit_does_not_queue_behind_what_waits_for_credit(short_path: Path) -> None:
-    harness = Harness(short_path, FlowConfig(edge_messages=1))
+def test_credit_does_not_queue_behind_what_waits_for_credit(start: Start) -> None:
+    harness = start(flow=FlowConfig(edge_messages=1))
     decoder: Decoder[FromStage] = Decoder(FromStage)
     got: list[str] = []
 
@@ -179,13 +189,11 @@ def test_credit_does_not_queue_behind_what_waits_for_credit(short_path: Path) ->
     until(lambda: came(2))
     assert got == ["text", "credit"]
     assert harness.outbound.waiting == 2
-    harness.close()
 
 
 @pytest.mark.parametrize("sizes", [(5, 5, 5), (300_000, 5, 5), (5, 300_000, 5), (300_000, 300_000, 5)])
-def test_what_goes_at_once_never_overtakes_what_is_left_to_the_thread(harness: Harness, sizes: tuple[int, ...]) -> None:
-    harness.bind(TALKER)
-    harness.peers(TALKER)
+def test_what_goes_at_once_never_overtakes_what_is_left_to_the_thread(start: Start, sizes: tuple[int, ...]) -> None:
+    harness = start(TALKER)
     mapped(harness, TALKER)
     for seq in range(60):
         harness.outbound.send(chunk(TALKER, data=bytes(sizes[seq % 3]), seq=seq), idle=seq % 5 == 0)
@@ -195,14 +203,11 @@ def test_what_goes_at_once_never_overtakes_what_is_left_to_the_thread(harness: H
     assert [e.header.seq for e in envelopes if e.header.request_id == "r"] == list(range(60))
     for seq in (7, 27, 47):
         assert [e.header.seq for e in envelopes if e.header.request_id == f"batch {seq}"] == list(range(12))
-    harness.got[TALKER].clear()
 
 
-def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
+def test_oversize_is_refused_before_anything_is_sent(start: Start) -> None:
     """In a frame or in a block: the request ends with the limit in the text, and what follows is sent."""
-    harness = Harness(short_path, limits=Limits(buffer_bytes=50_000))
-    harness.bind(TALKER)
-    harness.peers(TALKER)
+    harness = start(TALKER, limits=Limits(buffer_bytes=50_000))
     for reads_arena in (False, True):
         if reads_arena:
             mapped(harness, TALKER)
@@ -214,14 +219,11 @@ def test_oversize_is_refused_before_anything_is_sent(short_path: Path) -> None:
         assert harness.outbound.counts()["arena_blocks"] == 0
     harness.outbound.send(chunk(TALKER))
     assert [envelope.header.request_id for envelope in harness.receive(TALKER, 1)] == ["r"]
-    harness.got.clear()
-    harness.close()
 
 
-def test_restarted_peer_is_another_one(harness: Harness) -> None:
+def test_restarted_peer_is_another_one(start: Start) -> None:
     """Nothing that was meant for the former life goes to the new one, and its blocks are freed."""
-    harness.bind(TALKER)
-    harness.peers(TALKER)
+    harness = start(TALKER)
     mapped(harness, TALKER)
     harness.outbound.send(chunk(TALKER, data=LARGE))
     harness.receive(TALKER, 1)
@@ -246,7 +248,8 @@ def test_restarted_peer_is_another_one(harness: Harness) -> None:
     assert harness.outbound.edges()["talker/0"].messages == 2
 
 
-def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_that_never_comes_ends_its_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = start()
     monkeypatch.setattr("omni_actors.transport.link.Link.stalled", lambda link: link.backlog > 0)
     harness.peers(TALKER)
     harness.outbound.send(chunk(TALKER))
@@ -257,10 +260,9 @@ def test_peer_that_never_comes_ends_its_requests(harness: Harness, monkeypatch: 
     until(lambda: harness.outbound.waiting == 0)
 
 
-def test_what_comes_before_the_address_of_a_new_life_waits_for_it(harness: Harness) -> None:
-    again = ReplicaId("talker", 0, 6)
-    harness.bind(TALKER, again)
-    harness.peers(TALKER)
+def test_what_comes_before_the_address_of_a_new_life_waits_for_it(start: Start) -> None:
+    harness, again = start(TALKER), ReplicaId("talker", 0, 6)
+    harness.bind(again)
     harness.outbound.send(chunk(TALKER, seq=0))
     harness.receive(TALKER, 1)
     harness.outbound.send(chunk(again, seq=0))

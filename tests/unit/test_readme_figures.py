@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 
 import pytest
@@ -41,34 +41,27 @@ def expect(shown: Sequence[Decimal], measured: Sequence[Decimal]) -> None:
     assert list(shown) == [rounded_as(*pair) for pair in zip(shown, measured, strict=True)]
 
 
-def first_sounds() -> tuple[Decimal, ...]:
-    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=1"), row(BENCHMARKS, QWEN3, "c=1")
-    beside = row(BENCHMARKS, BESIDE, "TTFA")
-    return figures(ours[2])[1], figures(beside[2])[0], figures(qwen3[2])[0] * MS, figures(qwen3[-1])[0] * MS
-
-
-def whole_answers() -> tuple[Decimal, ...]:
-    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=1"), row(BENCHMARKS, QWEN3, "c=1")
-    beside = row(BENCHMARKS, BESIDE, "end to end")
-    return figures(ours[6])[0], figures(beside[2])[0], figures(qwen3[5])[0] * SPOKEN, figures(qwen3[-1])[1] * SPOKEN
-
-
-def answers_per_second() -> tuple[Decimal, ...]:
-    ours, qwen3 = row(BENCHMARKS, OUTSIDE, "c=32"), row(BENCHMARKS, QWEN3, "c=32")
-    beside = row(BENCHMARKS, BESIDE, "req/s")
-    return figures(ours[5])[0], figures(beside[2])[1], figures(qwen3[6])[0], figures(qwen3[-1])[-1]
-
-
-@pytest.mark.parametrize(
-    ("label", "measured"),
-    [
-        ("first sound, 1 request", first_sounds),
-        ("whole answer, 1 request", whole_answers),
-        ("answers per second, 32 concurrent requests", answers_per_second),
+# Row of README's table -> of each of its columns: heading, row, cell, figure in the cell, and its unit.
+FIGURES = {
+    "first sound, 1 request": [
+        *((OUTSIDE, "c=1", 2, 1, 1), (BESIDE, "TTFA", 2, 0, 1)),
+        *((QWEN3, "c=1", 2, 0, MS), (QWEN3, "c=1", -1, 0, MS)),
     ],
-)
-def test_the_table(label: str, measured: Callable[[], Sequence[Decimal]]) -> None:
-    expect([figures(cell)[0] for cell in row(README, "## Performance", label)[1:]], measured())
+    "whole answer, 1 request": [
+        *((OUTSIDE, "c=1", 6, 0, 1), (BESIDE, "end to end", 2, 0, 1)),
+        *((QWEN3, "c=1", 5, 0, SPOKEN), (QWEN3, "c=1", -1, 1, SPOKEN)),
+    ],
+    "answers per second, 32 concurrent requests": [
+        *((OUTSIDE, "c=32", 5, 0, 1), (BESIDE, "req/s", 2, 1, 1)),
+        *((QWEN3, "c=32", 6, 0, 1), (QWEN3, "c=32", -1, -1, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize(("label", "places"), FIGURES.items())
+def test_the_table(label: str, places: list[tuple[str, str, int, int, Decimal]]) -> None:
+    measured = [figures(row(BENCHMARKS, *place[:2])[place[2]])[place[3]] * place[4] for place in places]
+    expect([figures(cell)[0] for cell in row(README, "## Performance", label)[1:]], measured)
 
 
 def test_the_sentences_below_it() -> None:

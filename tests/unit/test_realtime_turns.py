@@ -17,6 +17,7 @@ from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.realtime.config import ServerVad, Transcription
 from omni_actors.http_server.realtime.conversation import heard
 from omni_actors.http_server.realtime.formats import RATE
+from omni_actors.http_server.realtime.session import Ask
 from omni_actors.http_server.realtime.turns import (
     BUSY_SECONDS,
     MEAN_OF,
@@ -81,12 +82,19 @@ def test_a_pause_is_told_a_little_before_it_ends_the_turn(
     assert silence == [*told, TurnEnds((2 + end) * WINDOW, end * WINDOW)]
 
 
-def test_the_answer_is_begun_before_the_turn_is_over() -> None:
-    talk = Talk(vad=VAD, transcription=Transcription())
-    talk.say("Hello.")
+def pausing(*before: str, **config: Any) -> tuple[Talk, Ask]:
+    """A user who has spoken and pauses, and the answer that is begun in the pause."""
+    talk = Talk(vad=VAD, **config)
+    for text in before:
+        talk.say(text)
     talk.hear(0.9, 10)
-    assert talk.hear(0.1, 3) == []
+    assert talk.hear(0.1, 3) == talk.cancelled == []
     (early,) = talk.asked
+    return talk, early
+
+
+def test_the_answer_is_begun_before_the_turn_is_over() -> None:
+    talk, early = pausing("Hello.", transcription=Transcription())
     assert early.early
     assert talk.prompt() == [("user", "Hello."), ("user", f"{13 * WINDOW / RATE:g} s")]
     before = talk.prompt()
@@ -113,11 +121,7 @@ def test_the_answer_is_begun_before_the_turn_is_over() -> None:
     ],
 )
 def test_an_early_answer_is_dropped_when_something_changes(change: Callable[[Talk], object]) -> None:
-    talk = Talk(vad=VAD)
-    talk.hear(0.9, 10)
-    talk.hear(0.1, 3)
-    (early,) = talk.asked
-    assert talk.cancelled == []
+    talk, early = pausing()
     change(talk)
     assert talk.cancelled == [early.response_id]
     talk.hear(0.1, 5)
@@ -126,10 +130,7 @@ def test_an_early_answer_is_dropped_when_something_changes(change: Callable[[Tal
 
 
 def test_who_asks_for_an_answer_in_a_pause_has_ended_the_turn() -> None:
-    talk = Talk(vad=VAD)
-    talk.hear(0.9, 10)
-    talk.hear(0.1, 3)
-    (early,) = talk.asked
+    talk, early = pausing()
     *ended, created = talk.send("response.create")
     assert kinds(ended)[:2] == ["input_audio_buffer.speech_stopped", "input_audio_buffer.committed"]
     assert ended[0]["audio_end_ms"] == 13 * 32

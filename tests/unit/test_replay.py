@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import zlib
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,12 @@ from tests.support.requests import (
     say,
     sound,
 )
+
+
+def restart(state: RequestMachine, stage: str, index: int = 0, **options: Any) -> list[Instruction]:
+    """A replica dies and comes back."""
+    instructions = lose(state, stage, index, **options)
+    return instructions + bring_back(state, stage, index)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +108,7 @@ def test_a_replay_starts_further_up_when_the_source_is_gone_as_well() -> None:
 def test_a_stage_that_no_longer_holds_its_output_runs_again() -> None:
     state = ready(max_attempts=2)
     ask(state)
-    lose(state, "code2wav")
-    bring_back(state, "code2wav")
+    restart(state, "code2wav")
     refusal = Failed.from_error(StageLost("not kept"), "talker")
     opened = say(state, "talker", refusal)
     assert opened_stages(opened) == [("code2wav", 2), ("talker", 2)]
@@ -150,8 +156,7 @@ def test_the_client_gets_only_what_it_has_not() -> None:
         say(state, "thinker", letter(index), index)
     chunk, buffers = sound(0, 5)
     say(state, "code2wav", chunk, 0, buffers=buffers)
-    lose(state, "thinker")
-    bring_back(state, "thinker")
+    restart(state, "thinker")
     assert say(state, "prompt", done()) == [], "it went on"
     assert say(state, "talker", done()) == [], "the former attempt"
     assert state.dropped == {"foreign_attempt": 1}
@@ -180,8 +185,7 @@ def restarted_after(*said: TextDelta, modalities: tuple[str, ...] = ()) -> Reque
     ask(state, "r1", ALICE, *modalities)
     for seq, body in enumerate(said):
         say(state, "thinker", body, seq)
-    lose(state, "thinker")
-    bring_back(state, "thinker")
+    restart(state, "thinker")
     return state
 
 
@@ -332,12 +336,6 @@ def on(state: RequestMachine, index: int = 0) -> str:
     return "".join(sorted(state.replicas.current("thinker", index).requests))
 
 
-def crash(state: RequestMachine, index: int = 0, **options: object) -> list[Instruction]:
-    """The thinker dies and comes back."""
-    instructions = lose(state, "thinker", index, **options)
-    return instructions + bring_back(state, "thinker", index)
-
-
 def test_poison_after_two_replicas_of_a_stage() -> None:
     state = ready()
     ask(state)
@@ -353,15 +351,15 @@ def test_poison_after_two_replicas_of_a_stage() -> None:
 def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcXe")
-    crash(state)
+    restart(state, "thinker")
     assert on(state) == "Xabce", "once may be an accident"
-    crash(state)
+    restart(state, "thinker")
     assert on(state) == "Xab", "the first half; all others wait"
     ask(state, "new", ALICE, "text")
     assert on(state) == "Xab"
-    crash(state)
+    restart(state, "thinker")
     assert on(state) == "Xa"
-    crash(state)
+    restart(state, "thinker")
     assert on(state) == "X"
     body = failure(lose(state, "thinker"))
     assert body.code is ErrorCode.POISON
@@ -374,8 +372,8 @@ def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:
 def test_suspects_that_the_stage_finishes_are_cleared_and_the_next_group_runs() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
-    crash(state)
-    crash(state)
+    restart(state, "thinker")
+    restart(state, "thinker")
     assert on(state) == "ab"
     finish(state, "a")
     assert opened_requests(state.tick(NOW)) == set()
@@ -416,21 +414,23 @@ def test_two_kills_count_as_much_as_one_crash() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "abcd")
     for _ in range(3):
-        crash(state, evidence=Evidence.KILLED)
+        restart(state, "thinker", evidence=Evidence.KILLED)
         assert on(state) == "abcd"
-    crash(state, evidence=Evidence.KILLED)
+    restart(state, "thinker", evidence=Evidence.KILLED)
     assert on(state) == "ab"
-    crash(state, evidence=Evidence.KILLED)
+    restart(state, "thinker", evidence=Evidence.KILLED)
     assert on(state) == "cd", "after a kill the other group goes first"
     finish(state, "c")
     finish(state, "d")
     state.tick(NOW)
     assert on(state) == "a"
-    assert not [item for item in crash(state, evidence=Evidence.KILLED) if isinstance(item, ToClient)], "once alone"
+    assert not [item for item in restart(state, "thinker", evidence=Evidence.KILLED) if isinstance(item, ToClient)], (
+        "once alone"
+    )
     assert on(state) == "b"
     finish(state, "b")
     state.tick(NOW)
-    assert failure(crash(state, evidence=Evidence.KILLED)).code is ErrorCode.POISON, "twice alone"
+    assert failure(restart(state, "thinker", evidence=Evidence.KILLED)).code is ErrorCode.POISON, "twice alone"
 
 
 def test_a_stage_that_has_begun_nothing_accuses_nobody() -> None:
@@ -439,8 +439,7 @@ def test_a_stage_that_has_begun_nothing_accuses_nobody() -> None:
     ask(state)
     for _ in range(3):
         for stage in ("talker", "code2wav"):
-            lose(state, stage)
-            bring_back(state, stage)
+            restart(state, stage)
     assert state.active["r1"].evidence("talker") == state.active["r1"].evidence("code2wav") == 0
     say(state, "thinker", letter(0), 0)
     lose(state, "talker")
@@ -450,11 +449,11 @@ def test_a_stage_that_has_begun_nothing_accuses_nobody() -> None:
 def test_several_groups_run_at_a_time_but_one_replica_stays_for_the_others() -> None:
     state = ready(replicas=3, max_in_flight=20)
     ask_all(state, "abcdefghi")
-    crash(state, 0)
-    crash(state, 1)
-    crash(state, 2)
+    restart(state, "thinker", 0)
+    restart(state, "thinker", 1)
+    restart(state, "thinker", 2)
     for index in range(3):
-        crash(state, index)
+        restart(state, "thinker", index)
     groups = [index for index in range(3) if state.replicas.current("thinker", index).reserved]
     assert len(groups) == 2
     ask_all(state, "n")
@@ -466,8 +465,8 @@ def test_a_group_whose_members_wait_for_another_stage_lets_others_in() -> None:
     state = ready(max_in_flight=9)
     for name in "ab":
         ask(state, name)
-    crash(state)
-    crash(state)
+    restart(state, "thinker")
+    restart(state, "thinker")
     lose(state, "talker")
     assert state.replicas.current("thinker", 0).requests == {"a"}, "it goes on"
     lose(state, "prompt")

@@ -119,7 +119,8 @@ def admitted(scheduler: StreamScheduler, **sizes: int) -> set[str]:
     return scheduler.running_ids()
 
 
-def test_an_urgent_request_is_the_next_to_get_room():
+def test_an_urgent_request_is_the_next_to_get_room_and_a_small_one_does_not_overtake_a_large_one():
+    assert admitted(StreamScheduler(budget_bytes=10), a=6, large=6, small=2) == {"a"}
     scheduler = StreamScheduler(budget_bytes=10)
     assert admitted(scheduler, a=6, b=6, c=6) == {"a"}
     scheduler.open_stream("urgent", RowStream(0, True, 6))
@@ -130,11 +131,6 @@ def test_an_urgent_request_is_the_next_to_get_room():
         scheduler.finish(scheduler.requests[name])
         scheduler.schedule()
         assert scheduler.running_ids() == {then}
-
-
-def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_room():
-    scheduler = StreamScheduler(budget_bytes=10)
-    assert admitted(scheduler, a=6, large=6, small=2) == {"a"}
 
 
 def test_what_was_admitted_gets_all_its_rows_and_its_place_back():
