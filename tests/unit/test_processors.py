@@ -9,10 +9,9 @@ import pytest
 from omni_actors.config import Modality, StageConfig, StageKind
 from omni_actors.config.schema import InputConfig
 from omni_actors.errors import ErrorCode, InvalidPayload
-from omni_actors.protocol import messages
 from omni_actors.protocol.fields import DType, HostTensor, ReplicaId, TensorRef
-from omni_actors.protocol.messages import LATENTS, PIXELS, Chunk, FinishReason, ImageChunk, LatentsChunk, VideoChunk
-from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, LatentsEvent, ProgressEvent, VideoEvent
+from omni_actors.protocol.messages import LATENTS, PIXELS, Chunk, FinishReason, ImageChunk, VideoChunk
+from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, ProgressEvent, VideoEvent
 from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.processors import (
     Extend,
@@ -178,17 +177,6 @@ def test_pictures_go_to_the_client_where_they_are_an_output_and_to_later_stages_
     assert meter.meters.values[(table.STAGE_PICTURES.name, meter.labels)] == 1
     end, _ = stage.do(FINISHED)
     assert end.body == Chunk(start=1, final=True, sent=end.body.sent)
-
-
-def test_the_last_latents_end_the_stream_to_the_next_stage_and_those_of_previews_do_not() -> None:
-    stage = stage_of(Modality.LATENTS)
-    preview, to_client, to_next = stage.do(LatentsEvent("r1", NOISE, preview=True), LatentsEvent("r1", NOISE))
-    assert (preview.destination, preview.body.final) == (ROUTE[3], False)
-    assert isinstance(to_client.body, LatentsChunk)
-    assert list(to_next.body.tensors) == [LATENTS]
-    assert to_next.body.final
-    (done,) = stage.do(FINISHED)
-    assert isinstance(done.body, messages.StageDone), "no second end"
 
 
 def test_videos_and_progress_go_to_the_client_alone_and_progress_is_no_output() -> None:
