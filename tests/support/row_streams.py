@@ -125,7 +125,6 @@ class CountingEngine(StageEngine):
         self._width = width
         self._rows: dict[str, int] = {}  # decode rows so far
         self._complete: set[str] = set()
-        self.admitted: list[str] = []  # in order
 
     @property
     def facts(self) -> EngineFacts:
@@ -164,10 +163,8 @@ class CountingEngine(StageEngine):
         return not self.scheduler.budget.rows.fits()
 
     def step(self) -> Sequence[EngineEvent]:
-        before = self.scheduler.running_ids()
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, None)
-        self.admitted += [request.req_id for request in output.scheduled_new_reqs if request.req_id not in before]
         events: list[EngineEvent] = []
         for request in list(self.scheduler.running):
             name = request.request_id

@@ -10,7 +10,7 @@ import msgspec
 
 from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.protocol.codec import BufferList, Envelope
-from omni_actors.protocol.fields import Body, Header, HostTensor, Limits, ReplicaId, pack_token_ids
+from omni_actors.protocol.fields import Header, HostTensor, Limits, ReplicaId, pack_token_ids
 from omni_actors.protocol.messages import Abort, Chunk, Ended, Failed, Hello, OpenRequest
 from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
 from omni_actors.stage.actor import StageActor
@@ -153,10 +153,6 @@ class StageUnderTest:
     def do(self, *events: EngineEvent) -> list[Outgoing]:
         self.engine.events += events
         return self.actor.step()
-
-
-def bodies(messages: list[Outgoing]) -> list[Body]:
-    return [message.body for message in messages]
 
 
 def failed(messages: list[Outgoing]) -> Failed:

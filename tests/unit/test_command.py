@@ -94,7 +94,6 @@ def test_a_shell_completes_commands_flags_and_names(
 
 @pytest.fixture(scope="module")
 def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for the shell."""
     path = tmp_path_factory.mktemp("completion") / "omni-actors"
     path.write_text(script())
     return path

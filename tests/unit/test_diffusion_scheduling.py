@@ -23,8 +23,6 @@ NOW, SOON, LATER = 100.0, 100.1, 110.0
 
 
 class Scheduler(DiffusionMixin, CountingScheduler):
-    """The mixin under test."""
-
     def step(self) -> list[str]:
         """Schedule one; the requests in it."""
         return list(self.schedule().num_scheduled_tokens)

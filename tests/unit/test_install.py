@@ -160,7 +160,6 @@ def hub() -> Iterator[tuple[str, list[int]]]:
 
 
 def said(folder: Path, **environment: str) -> str:
-    """What is said of the pipeline's model."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HTTP", "http"))}
     done = python("-c", PROGRAM, env={**given, "HF_HOME": str(folder), **environment})
     assert done.returncode == 0, done.stderr

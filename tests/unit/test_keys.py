@@ -122,7 +122,6 @@ def holders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | None]:
 
 @pytest.fixture(scope="module")
 def folder(holders: dict[str, Path | None]) -> Path:
-    """The pipeline's keys, with the client alice and the operator olga."""
     folder = holders[MEMBER]
     assert folder is not None
     return folder

@@ -242,7 +242,6 @@ EMBEDS = HostTensor(DType.F32, (2, 2), bytes(16))
 
 
 def ask_with(state: RequestMachine, values: dict[str, Any]) -> list[Instruction]:
-    """Submit embeddings with this information."""
     buffers = BufferList()
     prompt = Prompt(embeds=PromptEmbedsPayload(buffers.add(EMBEDS)))
     body = Submit(prompt=prompt, information=AdditionalInformationPayload.of(values, buffers.add))

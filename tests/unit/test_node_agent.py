@@ -45,7 +45,6 @@ class Connected(NamedTuple):
             self.control.send_multipart([self.name, *encode(Header(""), body)])
 
     def hear(self) -> Iterator[NodeToCoordinator]:
-        """What the agent has said since."""
         while self.control.poll(0):
             yield DECODER.decode(self.control.recv_multipart()[1:]).body
 

@@ -159,8 +159,6 @@ async def test_no_more_of_an_answer_is_taken_than_can_wait(speaker: Loudspeaker,
 
 
 class LiveTalk(Talk):
-    """A session with its Live API."""
-
     def __init__(self) -> None:
         self.live = LiveSession(StartLive(session=LiveFields(model="echo")), WireFormat(), delegates=True)
         self.outbox = Outbox(self.sent, 1.0, None, self.live.told)

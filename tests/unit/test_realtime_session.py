@@ -369,7 +369,6 @@ CALL = [ToolCallPiece(0, "call_1", "weather"), ToolCallPiece(0, arguments=ARGUME
 
 @pytest.fixture
 def asked_with_a_tool() -> Talk:
-    """A session with a tool and a question."""
     made = Talk()
     made.send("session.update", session={"type": "realtime", "tools": [WEATHER], "parallel_tool_calls": False})
     made.say("How is the weather?")

@@ -50,7 +50,6 @@ from tests.support.requests import (
 
 
 def restart(state: RequestMachine, stage: str, index: int = 0, **options: Any) -> list[Instruction]:
-    """A replica dies and comes back."""
     instructions = lose(state, stage, index, **options)
     return instructions + bring_back(state, stage, index)
 
@@ -334,18 +333,6 @@ def ask_all(state: RequestMachine, names: str) -> None:
 def on(state: RequestMachine, index: int = 0) -> str:
     """The requests on a thinker, one per letter."""
     return "".join(sorted(state.replicas.current("thinker", index).requests))
-
-
-def test_poison_after_two_replicas_of_a_stage() -> None:
-    state = ready()
-    ask(state)
-    lose(state, "thinker", why="first")
-    bring_back(state, "thinker")
-    body = failure(lose(state, "thinker", why="second"))
-    assert body.code is ErrorCode.POISON
-    assert body.stage == "thinker"
-    assert not body.retryable
-    assert "thinker/0 (epoch 1): first; thinker/0 (epoch 2): second" in body.message
 
 
 def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:

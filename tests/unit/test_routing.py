@@ -45,7 +45,6 @@ def on_two_hosts(per_host: int) -> RequestMachine:
 
 
 def at(state: RequestMachine, request_id: str, stage: str = "thinker") -> int:
-    """The replica that a request is bound to."""
     return state.active[request_id].bound[stage].replica
 
 

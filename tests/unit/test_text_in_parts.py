@@ -209,7 +209,6 @@ def heard(source: str | list[str], **more: Any) -> dict[str, Any]:
 
 
 def speaking_stage(**fields: Any) -> dict[str, Any]:
-    """A pipeline whose last stage speaks a text."""
     data, speaks = heard(["prompt", "thinker"]), {"from": "thinker", "processor": "text2speech"}
     data["stages"][2] = {"name": "talker", "kind": "autoregressive", "inputs": speaks, "outputs": ["audio"], **fields}
     return data
