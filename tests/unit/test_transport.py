@@ -122,6 +122,26 @@ def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: S
     assert link.settled
 
 
+def test_an_urgent_message_leaves_at_once_whatever_waits_for_credit(sockets: Sockets, short_path: Path) -> None:
+    """No one flushes or grants here: an abort behind a backlog would arrive too late to be of use."""
+    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
+    link = Link(sockets.push(endpoint), Clock(), window=Window(1, 1000))
+    got: list[bytes] = []
+
+    def came(count: int) -> bool:
+        got.extend(bytes(frames[0]) for frames in drain(pull))
+        return len(got) >= count
+
+    link.send("r", [b"0"])
+    until(lambda: link.flush() or came(1), what="the first message")
+    for number in range(1, 4):
+        link.send("r", [b"%d" % number])
+    link.send_urgent("", [b"urgent"])
+    until(lambda: came(2), what="the urgent message")
+    assert got == [b"0", b"urgent"]
+    assert link.backlog == 3
+
+
 def test_an_urgent_message_that_the_socket_takes_shows_that_it_takes_others(
     sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
