@@ -159,6 +159,22 @@ def test_an_urgent_message_that_the_socket_takes_shows_that_it_takes_others(
     assert sent == [b"urgent", b"refused"]
 
 
+def test_an_urgent_message_that_the_socket_refused_leaves_without_credit(
+    sockets: Sockets, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the credit of the other side: two stages would wait for each other."""
+    link = Link(sockets.push(f"ipc://{short_path}/absent"), Clock(), window=Window(1, 1000))
+    sent, takes = list[bytes](), True
+    monkeypatch.setattr(link_module, "try_send", lambda socket, frames, copy: takes and not sent.append(frames[0]))
+    link.send("r", [b"the only one"])
+    link.send("r", [b"waits for credit"])
+    takes = False
+    link.send_urgent("", [b"urgent"])
+    takes = True
+    link.flush()
+    assert sent == [b"the only one", b"urgent"]
+
+
 async def test_reader_survives_a_callback_that_raises(sockets: Sockets, short_path: Path) -> None:
     pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
     push = sockets.push(endpoint)
