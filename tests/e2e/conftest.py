@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 
 import pytest
 import yaml
@@ -25,12 +24,6 @@ GridExecutor.__call__ = untraced(GridExecutor.__call__)
 PreTrainedConfig.__repr__ = object.__repr__
 PROMPTS = ("hello", "What is the capital of France?", "Tell me a story about a dog and a cat who sail the sea. " * 3)
 BLOCK = 32  # of the key/value cache, the smallest on a CPU
-
-
-@pytest.fixture(scope="session", autouse=True)
-def modules_are_no_garbage():
-    """vLLM collects garbage eight times while an engine starts, 0.2 s each while all modules are looked through."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
