@@ -25,7 +25,7 @@ INSTRUCTIONS = "with one of the"
 CASES = {
     "continued": ("the sea is", "bass", None),
     "without its text": ("[laughter] you are, and", "alto", None),
-    "instructed": ("they have it <strong>now</strong>", "bass", INSTRUCTIONS),
+    "instructed": ("<strong>now</strong>", "bass", INSTRUCTIONS),
     "short": ("the", "alto", None),
 }
 
