@@ -42,7 +42,7 @@ from omni_actors.http_server.bodies import (
     decode,
 )
 from omni_actors.http_server.encoders import encoded_base64, pcm16
-from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.errors import bad_field, fields_at_fault
 from omni_actors.http_server.generation import (
     MAX_MESSAGES,
     PARAMETERS,
@@ -181,14 +181,8 @@ def _likely_tokens(positions: Sequence[PositionLogprobs]) -> list[Raw]:
     return found
 
 
-FIELDS: dict[str, str] = {
-    ErrorCode.UNKNOWN_VOICE: "audio.voice",
-    ErrorCode.UNKNOWN_MODALITY: "modalities",
-    ErrorCode.PROMPT_TOO_LONG: "messages",
-    ErrorCode.MALFORMED_MEDIA: "messages",
-    "prompt": "messages",
-    USE_AUDIO_IN_VIDEO: f"mm_processor_kwargs.{USE_AUDIO_IN_VIDEO}",
-}
+OTHER_FIELDS = {"prompt": "messages", USE_AUDIO_IN_VIDEO: f"mm_processor_kwargs.{USE_AUDIO_IN_VIDEO}"}
+FIELDS = fields_at_fault("messages", "messages", "modalities", unknown_voice="audio.voice", **OTHER_FIELDS)
 
 
 class ProcessorArguments(Strict, frozen=True):

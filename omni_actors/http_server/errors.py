@@ -97,6 +97,16 @@ class HttpError(Exception):
         return Response(content, self.status, headers, media_type="application/json")
 
 
+def fields_at_fault(prompt: str, media: str, modality: str = "model", /, **others: str) -> dict[str, str]:
+    """The field of a route's requests that is at fault, by error code or by name in the pipeline, for `HttpError.of`.
+
+    Args:
+        prompt, media, modality: the fields for what is too long, for files, and for what is to be made.
+    """
+    codes = {ErrorCode.PROMPT_TOO_LONG: prompt, ErrorCode.MALFORMED_MEDIA: media, ErrorCode.UNKNOWN_MODALITY: modality}
+    return {**codes, **others}
+
+
 def internal_error() -> HttpError:
     """Make the error 500 of what nobody has thought of, whose traceback the log has."""
     return HttpError(500, "Internal error: see the server's log.", code="internal_error")

@@ -33,7 +33,7 @@ from omni_actors.http_server.bodies import (
     base64_string,
     decoded_params,
 )
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field, fields_at_fault
 from omni_actors.http_server.generation import answers_of
 from omni_actors.http_server.state import ServerState, json_response, keep_picture
 from omni_actors.protocol.messages import Description, StageUsage
@@ -216,12 +216,7 @@ MAX_REFERENCES = 16
 MODALITY, MASK = "image", "mask"
 EDIT = FormBody(ImageFields, OF_EDITS, {"image": MAX_REFERENCES, MASK: 1}, "image")
 TOKEN_PIXELS = 16  # of a token's side, as the models here have it
-FIELDS: dict[str, str] = {
-    **FIELD_OF,
-    ErrorCode.PROMPT_TOO_LONG: "prompt",
-    ErrorCode.MALFORMED_MEDIA: "image",
-    ErrorCode.UNKNOWN_MODALITY: "model",
-}
+FIELDS = fields_at_fault("prompt", "image", **FIELD_OF)
 
 
 async def generations(request: Request, state: ServerState, body: ImageRequest) -> Response:

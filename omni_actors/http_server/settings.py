@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -196,19 +195,14 @@ def bind(address: str, settings: ServerSettings, insecure: bool, count: int = 1)
         for listener in listeners:
             listener.close()
         hint = "Choose another address or port."
-        raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}.", hint=hint) from error
+        raise ConfigError(f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}.", hint=hint) from error
     return listeners
 
 
 def _listener(family: socket.AddressFamily, address: Any, milliseconds: int, shares: bool) -> socket.socket:
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        stack.pop_all()
+    both = family is socket.AF_INET6  # IPv4, too
+    listener = socket.create_server(address, family=family, backlog=BACKLOG, reuse_port=shares, dualstack_ipv6=both)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     return listener
 
 

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from omni_actors.client import ChoiceItem, Text, WordTimes
-from omni_actors.errors import ErrorCode, OmniError
+from omni_actors.errors import OmniError
 from omni_actors.http_server.answer import (
     DONE_EVENT,
     EVENTS,
@@ -37,7 +37,7 @@ from omni_actors.http_server.answer import (
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature, reserve
 from omni_actors.http_server.ears import about_sound
 from omni_actors.http_server.encoders import Samples, encode
-from omni_actors.http_server.errors import HttpError, bad_field
+from omni_actors.http_server.errors import HttpError, bad_field, fields_at_fault
 from omni_actors.http_server.generation import (
     Language,
     TranscriptionPrompt,
@@ -53,11 +53,7 @@ from omni_actors.protocol.payloads import LANGUAGE, HearingAbility, WordTime
 SEARCH_SECONDS = 5.0  # before and after where a cut would be, for a quiet place
 QUIET_SECONDS = 0.1
 LEAST_SECONDS = 0.5  # of the last part, which silence follows
-TRANSCRIPTION_FIELDS: dict[str, str] = {
-    ErrorCode.PROMPT_TOO_LONG: "file",
-    ErrorCode.MALFORMED_MEDIA: "file",
-    ErrorCode.UNKNOWN_MODALITY: "model",
-}
+FIELDS = fields_at_fault("file", "file")
 
 TextFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 LONGEST_SEGMENT = 7.0  # seconds
@@ -148,8 +144,8 @@ async def _respond(
             for sound, name in zip(sounds, request_ids(request.state.request_id), strict=False)
         )
     except OmniError as error:
-        raise HttpError.of(error, TRANSCRIPTION_FIELDS) from error
-    answer = await Answer.of(streams, request, state, TRANSCRIPTION_FIELDS)
+        raise HttpError.of(error, FIELDS) from error
+    answer = await Answer.of(streams, request, state, FIELDS)
     if fields.stream:
         return AnswerResponse(answer, _transcript_events(answer, description), EVENTS, state.settings.write_timeout)
     async with answer:

@@ -29,7 +29,7 @@ from omni_actors.errors import ErrorCode, OmniError
 from omni_actors.http_server.answer import request_options
 from omni_actors.http_server.bodies import Form, FormBody
 from omni_actors.http_server.encoders import AacEncoder
-from omni_actors.http_server.errors import HttpError, bad_field, internal_error, too_large
+from omni_actors.http_server.errors import HttpError, bad_field, fields_at_fault, internal_error, too_large
 from omni_actors.http_server.images import FIELD_OF, DrawingFields, drawing, parameters_of
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import VideoJob
@@ -41,7 +41,7 @@ MODALITY = "video"
 REFERENCE = "input_reference"
 MAX_JOBS = 16  # that a process has under way
 SHOWN = ("id", "completed_at", "expires_at", "model", "prompt", "seconds", "size", "progress")
-FIELDS: dict[str, str] = {**FIELD_OF, ErrorCode.PROMPT_TOO_LONG: "prompt", ErrorCode.MALFORMED_MEDIA: REFERENCE}
+FIELDS = fields_at_fault("prompt", REFERENCE, **FIELD_OF)
 
 
 class VideoRequest(DrawingFields, frozen=True, kw_only=True):

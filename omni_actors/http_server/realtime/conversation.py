@@ -18,7 +18,6 @@ from omni_actors.http_server.bodies import MAX_TEXT
 from omni_actors.http_server.errors import HttpError, bad_field
 from omni_actors.http_server.generation import MAX_MESSAGES, InputText, OutputText
 from omni_actors.http_server.realtime.config import (
-    AnyContent,
     Event,
     GivenMessage,
     InputSound,
@@ -104,7 +103,10 @@ class MessageItem(Struct, tag="message"):
                 raise bad_field(f"{where}.content[{index}].type", f"The content of {message.role} is {allowed}.")
             if isinstance(content, InputSound) and (not content.audio or len(content.audio) % 2):
                 raise bad_field(f"{where}.content[{index}].audio", "The audio must be samples of two bytes each.")
-            parts.append(_part(content, pictures))
+            image = next(pictures) if isinstance(content, ShownPicture) else b""
+            text = getattr(content, "text", None) or getattr(content, "transcript", None) or ""
+            kind: Any = content.__struct_config__.tag
+            parts.append(ItemPart(kind, text, getattr(content, "audio", None) or b"", image=image))
         return cls(message.id or new_id("item"), message.role, parts)
 
     @classmethod
@@ -168,20 +170,6 @@ class MessageItem(Struct, tag="message"):
         if part.text != text:
             part.text = said_until(text, words, part.seconds)
         part.words = [*words]
-
-
-def _part(content: AnyContent, pictures: Iterator[bytes]) -> ItemPart:
-    match content:
-        case InputText(text=text):
-            return ItemPart("input_text", text)
-        case OutputText(text=text):
-            return ItemPart("output_text", text)
-        case OutputSound(transcript=text):
-            return ItemPart("output_audio", text)
-        case InputSound(audio=audio, transcript=text):
-            return ItemPart("input_audio", text or "", audio)
-        case ShownPicture():
-            return ItemPart("input_image", image=next(pictures))
 
 
 def heard(text: str, end: float, seconds: float, rate: float, *, complete: bool) -> str:

@@ -14,25 +14,17 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from omni_actors.errors import ErrorCode
 from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, speech_of
 from omni_actors.http_server.bodies import Strict, reserve
-from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.errors import bad_field, fields_at_fault
 from omni_actors.http_server.responses.events import END, Keep, ResponseReply, SentEvents
 from omni_actors.http_server.responses.items import BODY, ResponsesRequest, turns_of
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.http_server.store import Journal, KeptResponse
 
-FIELDS: dict[str, str] = {
-    ErrorCode.UNKNOWN_VOICE: "audio.voice",
-    ErrorCode.UNKNOWN_MODALITY: "modalities",
-    ErrorCode.PROMPT_TOO_LONG: "input",
-    ErrorCode.MALFORMED_MEDIA: "input",
-    "messages": "input",
-    "prompt": "input",
-    "structured_outputs.json": "text.format.schema",
-    "structured_outputs": "text.format",
-}
+OTHER_FIELDS = {"messages": "input", "prompt": "input", "structured_outputs": "text.format"}
+OTHER_FIELDS["structured_outputs.json"] = "text.format.schema"
+FIELDS = fields_at_fault("input", "input", "modalities", unknown_voice="audio.voice", **OTHER_FIELDS)
 Conversation = list[dict[str, Any]]
 SEED_BITS = 63
 LAST_EVENT = "Last-Event-ID"

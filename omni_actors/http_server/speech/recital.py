@@ -31,7 +31,7 @@ from omni_actors.http_server.answer import request_options, token_counts, usage_
 from omni_actors.http_server.bodies import StagedSubmission
 from omni_actors.http_server.ears import WORDS_SECONDS, Ears
 from omni_actors.http_server.encoders import Encoder, Samples, fed
-from omni_actors.http_server.errors import bad_field
+from omni_actors.http_server.errors import bad_field, fields_at_fault
 from omni_actors.http_server.generation import Speed, VoiceId
 from omni_actors.http_server.speech.voices import recording_of
 from omni_actors.http_server.state import ServerState
@@ -127,13 +127,9 @@ def speakable(text: str) -> str:
 
 MAX_INSTRUCTIONS = 4096
 LEAST_SECONDS = 0.001  # of a request whose time is over: the pipeline then says so
-FIELDS: dict[str, str] = {
-    ErrorCode.UNKNOWN_VOICE: "voice",
-    ErrorCode.UNKNOWN_MODALITY: "model",
-    ErrorCode.PROMPT_TOO_LONG: "input",
-    # The clip and what is said in it belong to the voice that the request names.
-    **dict.fromkeys((CLIP, CLIP_RATE, TRANSCRIPT), "voice"),
-}
+# The clip and what is said in it belong to the voice that the request names.
+OF_VOICES = dict.fromkeys((ErrorCode.UNKNOWN_VOICE, CLIP, CLIP_RATE, TRANSCRIPT), "voice")
+FIELDS = fields_at_fault("input", "voice", **OF_VOICES)
 
 
 class Manner(StagedSubmission, frozen=True, kw_only=True):
