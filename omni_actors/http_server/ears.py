@@ -21,7 +21,6 @@ from omni_actors.client import AsyncOmniClient, WordTimes
 from omni_actors.errors import OmniError, RequestTimeout
 from omni_actors.host.addresses import is_tcp
 from omni_actors.host.processes import end_tasks
-from omni_actors.http_server.generation import transcription_question
 from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import LANGUAGE, TRANSCRIPT, StageParams, WordTime
@@ -82,7 +81,7 @@ class Ears:
         return await asyncio.shield(self.listen(sound, {}, options))  # another request may wait for the same text
 
     def listen(
-        self, sound: Mapping[str, Any], about: Mapping[str, str], options: Mapping[str, Any]
+        self, sound: Mapping[str, Any], about: Mapping[str, Any], options: Mapping[str, Any]
     ) -> asyncio.Task[str]:
         """Have a sound written down, once: `text` has the result. `about` is what `to_write_down` takes."""
         digest = _digest(sound["audio"])
@@ -123,13 +122,25 @@ class Ears:
         seconds = len(samples) / rate
         return [WordTime(one.word, min(one.start, seconds), min(one.end, seconds), one.place) for one in found]
 
-    async def _write_down(self, sound: Mapping[str, Any], about: Mapping[str, str], options: Mapping[str, Any]) -> str:
+    async def _write_down(self, sound: Mapping[str, Any], about: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         answer = await self.client.generate(**to_write_down(sound, await self.describe(), **about), **options)
         return (about.get("begun", "") + answer.text).strip() or NOTHING
 
 
+# What asks an omni model for the words of a recording
+TRANSCRIBE = "Write down what is said in this recording, word for word, in the language that is spoken{language}."
+TRANSLATE = "Translate what is said in this recording into English."
+ONLY = " Answer with that text alone: no introduction, no comment, no quotation marks."
+CONTEXT = "\n\nThis text comes before it, or shows how names and terms are spelt:\n<<<\n{prompt}\n>>>"
+
+
 def to_write_down(
-    sound: Mapping[str, Any], description: Description, language: str = "", prompt: str = "", begun: str = ""
+    sound: Mapping[str, Any],
+    description: Description,
+    language: str = "",
+    prompt: str = "",
+    begun: str = "",
+    translates: bool = False,
 ) -> dict[str, Any]:
     """What `AsyncOmniClient.submit` takes to have a sound, a part of a message, written down by a pipeline.
 
@@ -137,24 +148,20 @@ def to_write_down(
         language: of the sound, if it is known.
         prompt: what was said before, or how names are spelt.
         begun: how its text begins, which a model of hearing goes on with.
+        translates: ask for the words in English, which a model of hearing cannot give.
     """
     request: dict[str, Any] = {
         "modalities": ["text"],
         "params": {description.outputs.get("text", ""): StageParams(temperature=0.0)},
     }
     if description.hearing is None:
-        return {**request, "prompt": about_sound(sound, transcription_question(language or None, prompt))}
+        question = TRANSLATE if translates else TRANSCRIBE.format(language=f" ({language})" if language else "")
+        question += ONLY + (CONTEXT.format(prompt=prompt) if prompt.strip() else "")
+        return {**request, "prompt": [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]}
     told = {"additional_information": {LANGUAGE: language}} if language else {}
-    said = [{"role": "assistant", "content": begun}] if begun else []
-    return {**request, **told, "prompt": [*about_sound(sound, None, prompt), *said]}
-
-
-def about_sound(sound: Mapping[str, Any], question: str | None, prompt: str = "") -> list[dict[str, Any]]:
-    """What a model is asked, or hears if it needs no question: `prompt` is then what the sound may be about."""
-    if question is not None:
-        return [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
     about = [{"role": "system", "content": prompt}] if prompt.strip() else []
-    return [*about, {"role": "user", "content": [sound]}]
+    said = [{"role": "assistant", "content": begun}] if begun else []
+    return {**request, **told, "prompt": [*about, {"role": "user", "content": [sound]}, *said]}
 
 
 def is_deaf(description: Description) -> bool:

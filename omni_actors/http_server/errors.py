@@ -103,8 +103,8 @@ def fields_at_fault(prompt: str, media: str, modality: str = "model", /, **other
     Args:
         prompt, media, modality: the fields for what is too long, for files, and for what is to be made.
     """
-    codes = {ErrorCode.PROMPT_TOO_LONG: prompt, ErrorCode.MALFORMED_MEDIA: media, ErrorCode.UNKNOWN_MODALITY: modality}
-    return {**codes, **others}
+    found: dict[str, str] = {ErrorCode.PROMPT_TOO_LONG: prompt, ErrorCode.MALFORMED_MEDIA: media}
+    return {**found, ErrorCode.UNKNOWN_MODALITY: modality, **others}
 
 
 def internal_error() -> HttpError:

@@ -557,27 +557,9 @@ class Sampling(StagedSubmission, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompts that ask an omni model to transcribe or translate a recording
+# What is known of a recording
 
 MAX_PROMPT = 16_384  # characters
-TRANSCRIBE = "Write down what is said in this recording, word for word, in the language that is spoken{language}."
-TRANSLATE = "Translate what is said in this recording into English."
-ONLY = " Answer with that text alone: no introduction, no comment, no quotation marks."
-CONTEXT = "\n\nThis text comes before it, or shows how names and terms are spelt:\n<<<\n{prompt}\n>>>"
 
 Language = Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z-]{1,34}$")]
 TranscriptionPrompt = Annotated[str, Meta(max_length=MAX_PROMPT)]
-
-
-def transcription_question(language: str | None, prompt: str) -> str:
-    """Ask for the words, in `language` if the client knows it."""
-    return TRANSCRIBE.format(language=f" ({language})" if language else "") + _rest(prompt)
-
-
-def translation_question(prompt: str) -> str:
-    """Ask for the words in English."""
-    return TRANSLATE + _rest(prompt)
-
-
-def _rest(prompt: str) -> str:
-    return ONLY + (CONTEXT.format(prompt=prompt) if prompt.strip() else "")

@@ -80,40 +80,8 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return [str(entry[4][0]) for entry in found]
 
 
-class CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Connects only to addresses that pass `allowed`."""
-
-    def __init__(self, resolve: Resolve, allowed: Callable[[str], bool]) -> None:
-        self._resolve = resolve
-        self._allowed = allowed
-        self._backend = httpcore.AnyIOBackend()
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Connect to the address that was checked, so that no second look-up can give another.
-
-        Raises:
-            AddressRefused: one of the host's addresses is not allowed.
-            httpcore.ConnectError: the name does not resolve.
-        """
-        try:
-            addresses = await self._resolve(host, port)
-        except OSError as error:
-            raise httpcore.ConnectError(str(error)) from error
-        # One private address among public ones is not an accident: refuse the name altogether.
-        if not addresses or not all(self._allowed(address) for address in addresses):
-            raise AddressRefused(host)
-        return await self._backend.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
-
-
-class Fetcher:
-    """Fetches media for requests.
+class Fetcher(httpcore.AsyncNetworkBackend):
+    """Fetches media for requests, and connects only to addresses that are allowed.
 
     Args:
         hosts: allowed hosts in lower case; `.example.com` allows the subdomains of example.com too.
@@ -136,7 +104,9 @@ class Fetcher:
         self._limit = limit
         self._ports = ports
         self._trust = trust or (ssl.create_default_context() if hosts else None)
-        self._backend = CheckedBackend(resolve, allowed)
+        self._resolve = resolve
+        self._allowed = allowed
+        self._backend = httpcore.AnyIOBackend()
 
     def check(self, url: str, param: str) -> None:
         """Raise `HttpError` 400 unless this URL may be fetched."""
@@ -159,6 +129,29 @@ class Fetcher:
             message = f"Media may not be fetched from {host!r}: its operator can allow that with --media-host."
             raise bad_field(param, message, "url_not_allowed")
 
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to the address that was checked, so that no second look-up can give another. httpcore calls this.
+
+        Raises:
+            AddressRefused: one of the host's addresses is not allowed.
+            httpcore.ConnectError: the name does not resolve.
+        """
+        try:
+            addresses = await self._resolve(host, port)
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from error
+        # One private address among public ones is not an accident: refuse the name altogether.
+        if not addresses or not all(self._allowed(address) for address in addresses):
+            raise AddressRefused(host)
+        return await self._backend.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+
     async def fetch(self, url: str, param: str) -> bytes:
         """Fetch `url`. What it holds counts towards the bytes of the request that this task handles.
 
@@ -178,7 +171,7 @@ class Fetcher:
     async def _get(self, url: str, param: str) -> bytes:
         data = bytearray()
         async with (
-            httpcore.AsyncConnectionPool(ssl_context=self._trust, network_backend=self._backend) as pool,
+            httpcore.AsyncConnectionPool(ssl_context=self._trust, network_backend=self) as pool,
             pool.stream("GET", url, headers={"Host": urlsplit(url).netloc, "User-Agent": "omni_actors"}) as response,
         ):
             if response.status != 200:

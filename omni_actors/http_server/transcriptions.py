@@ -35,20 +35,15 @@ from omni_actors.http_server.answer import (
     usage_of,
 )
 from omni_actors.http_server.bodies import OF_TRANSCRIPTIONS, Form, FormBody, Submission, Temperature, reserve
-from omni_actors.http_server.ears import about_sound
+from omni_actors.http_server.ears import to_write_down
 from omni_actors.http_server.encoders import Samples, encode
 from omni_actors.http_server.errors import HttpError, bad_field, fields_at_fault
-from omni_actors.http_server.generation import (
-    Language,
-    TranscriptionPrompt,
-    transcription_question,
-    translation_question,
-)
+from omni_actors.http_server.generation import Language, TranscriptionPrompt
 from omni_actors.http_server.speech.recital import SentenceCutter, request_ids
 from omni_actors.http_server.state import ServerState, json_response
 from omni_actors.media.limits import AUDIO_RATE
 from omni_actors.protocol.messages import Description, StageUsage
-from omni_actors.protocol.payloads import LANGUAGE, HearingAbility, WordTime
+from omni_actors.protocol.payloads import HearingAbility, WordTime
 
 SEARCH_SECONDS = 5.0  # before and after where a cut would be, for a quiet place
 QUIET_SECONDS = 0.1
@@ -128,19 +123,18 @@ async def _respond(
     if fields.response_format in TIMED and not parts[-1].end:
         message = f"The file does not say its length, which {fields.response_format!r} needs: ask for 'json' or 'text'."
         raise bad_field("response_format", message, "unsupported_value")
-    asked = translation_question(fields.prompt) if task == "translate" else None
-    question = None if hearing else asked or transcription_question(fields.language, fields.prompt)
-    sounds = [{"type": "audio", "audio": part.data} for part in parts]
+    about: dict[str, Any] = {"language": fields.language or "", "prompt": fields.prompt}
+    about["translates"] = task == "translate"
+    sounds = [to_write_down({"type": "audio", "audio": part.data}, description, **about) for part in parts]
     options = {
         "modalities": ["text"] if aligning is None else ["text", "words"],
-        "additional_information": {LANGUAGE: fields.language} if hearing and fields.language else None,
         "params": state.stage_params(fields.model, {}, description, {"temperature": fields.temperature}),
         "seed": fields.seed,
         **request_options(request, state, fields),
     }
     try:
         streams = await client.submit_all(
-            {"prompt": about_sound(sound, question, fields.prompt), "request_id": name, **options}
+            {**sound, "request_id": name, **options}
             for sound, name in zip(sounds, request_ids(request.state.request_id), strict=False)
         )
     except OmniError as error:

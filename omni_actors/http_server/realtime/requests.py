@@ -225,7 +225,7 @@ class Transcriber:
         if more := self._said.add(answer.text, answer.usage[stage].language):
             self._outbox.put(transcription_event("delta", turn.item_id, delta=more))
 
-    def _about(self, turn: Transcribe) -> dict[str, str]:
+    def _about(self, turn: Transcribe) -> dict[str, Any]:
         """What is known of a turn, as `to_write_down` takes it."""
         about, said = turn.transcription, self._said if self._said.item_id == turn.item_id else TurnText("")
         language = about.language or (said.language if said.text else "")

@@ -301,9 +301,7 @@ class RealtimeSession:
         if not isinstance(item, MessageItem):
             raise bad_field("item_id", "This item is not a spoken answer.")
         item.check_truncation(given.content_index, given.audio_end_ms)
-        done: Instructions = []
-        if running is not None:
-            done = [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
+        done = self._cut_short("client_cancelled") if running is not None else []
         item.truncate(given.content_index, given.audio_end_ms, self.pace)
         self._conversation.weigh(item)
         cut = {"content_index": given.content_index, "audio_end_ms": given.audio_end_ms}
@@ -388,12 +386,12 @@ class RealtimeSession:
         if detection is None or not detection.interrupt_response:
             return [started]
         silence: Instructions = [Silence()] if self._pipeline.called else []
-        return [started, *self._interrupt(), *silence]
+        return [started, *self._cut_short("turn_detected"), *silence]
 
-    def _interrupt(self) -> Instructions:
-        """End the answer that is made, because the user speaks or has spoken."""
+    def _cut_short(self, reason: str) -> Instructions:
+        """End the answer that is made, if there is one."""
         cancel: Instructions = [Cancel(self._response.id)] if self._response is not None else []
-        return [*cancel, *self._end("cancelled", reason="turn_detected")]
+        return [*cancel, *self._end("cancelled", reason=reason)]
 
     @property
     def _answers_turns(self) -> bool:
@@ -423,7 +421,7 @@ class RealtimeSession:
         self._buffer.take(end=end.end)
         detection = self._config.turn_detection
         interrupts = self._answers_turns and detection is not None and detection.interrupt_response
-        begun = self._interrupt() if interrupts and self._response is not None else []  # while the user spoke
+        begun = self._cut_short("turn_detected") if interrupts else []  # while the user spoke
         taken = self._take_turn(self._turn_id, pcm, answer=self._answers_turns, silence=end.silence / RATE)
         return [stopped, *begun, *taken, *self._transcribe(self._turn_id)]
 
@@ -504,7 +502,7 @@ class RealtimeSession:
             found = "no response is running" if running is None else f"the response {running.id} is running"
             message = f"Cancellation failed: {found}."  # LiveKit's agents know this error by its beginning
             raise HttpError(400, message, param="response_id", code="response_cancel_not_active")
-        return [Cancel(running.id), *self._end("cancelled", reason="client_cancelled")]
+        return self._cut_short("client_cancelled")
 
     def text(self, response_id: str, delta: str, calls: Sequence[ToolCallPiece] = ()) -> Instructions:
         """Take the next text of an answer, and the next pieces of its calls of tools."""
