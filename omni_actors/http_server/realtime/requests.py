@@ -86,8 +86,6 @@ class Outbox:
         while True:
             while self._waiting:
                 async with asyncio.timeout(self._write_timeout):
-                    if self._keeper is not None:
-                        await self._keeper.caught_up.wait()
                     await self._send(self._waiting[0].decode())
                 self._bytes -= len(self._waiting.popleft())
                 self._drained.set()
