@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy
 
 from omni_actors.client import AsyncOmniClient, WordTimes
@@ -162,17 +161,6 @@ def to_write_down(
     about = [{"role": "system", "content": prompt}] if prompt.strip() else []
     said = [{"role": "assistant", "content": begun}] if begun else []
     return {**request, **told, "prompt": [*about, {"role": "user", "content": [sound]}, *said]}
-
-
-def is_deaf(description: Description) -> bool:
-    """Whether the model of a pipeline does not hear."""
-    return description.max_media.get("audio") == 0
-
-
-def hearing(description: Description) -> Description:
-    """The description of such a pipeline with another one that hears for it."""
-    most = {modality: count for modality, count in description.max_media.items() if modality != "audio"}
-    return msgspec.structs.replace(description, max_media=most)
 
 
 def _digest(sound: bytes | tuple[numpy.ndarray, int]) -> bytes:

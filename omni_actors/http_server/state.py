@@ -26,7 +26,7 @@ from omni_actors.errors import ConfigError, OmniError
 from omni_actors.host.processes import end_tasks
 from omni_actors.host.run_directory import check_own_folder, expanded
 from omni_actors.http_server.bodies import Form, FormBody, FormFile, Strict
-from omni_actors.http_server.ears import Ears, hearing, is_deaf
+from omni_actors.http_server.ears import Ears
 from omni_actors.http_server.errors import HttpError, bad_field, too_large
 from omni_actors.http_server.generation import VoiceId, voice_name
 from omni_actors.http_server.media import Fetcher, MediaReader
@@ -262,10 +262,13 @@ class ServerState:
 
     async def _ask(self) -> Description:
         description = await self.client.describe(DESCRIBE_SECONDS)
-        self.deaf = is_deaf(description)
+        most = dict(description.max_media)
+        self.deaf = most.get("audio") == 0
+        if self.deaf and self.ears is not None:  # which hear for it
+            del most["audio"]
         same = self._description is not None and self._description.coordinator == description.coordinator
         self._whole = description.healthy or (self._whole and same)
-        self._description = hearing(description) if self.deaf and self.ears is not None else description
+        self._description = msgspec.structs.replace(description, max_media=most)
         self._described = time.monotonic()
         return self._description
 

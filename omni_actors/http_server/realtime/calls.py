@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import ipaddress
@@ -95,28 +96,24 @@ async def new_call() -> Call:
 
 async def begin(call: Call, offer: str, request: Request, state: ServerState, session: RealtimeSession) -> str:
     """Begin a session over a call, which goes on after the request; returns the SDP answer. Raises `HttpError`."""
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(state.realtime.session(state.tenant(request), call))
+        stack.push_async_callback(call.end)
+        await state.realtime.load()
+        answer = await call.answer(offer, _address(request))
+        held = stack.pop_all()
 
     async def run() -> None:
-        """Answer the offer, and run the call to its end. Raises `HttpError` if there is no answer."""
-        try:
-            with state.realtime.session(state.tenant(request), call):
-                try:
-                    await state.realtime.load()
-                    answer.set_result(await call.answer(offer, _address(request)))
-                    await call.connected()
-                    await SessionConnection(call, request, state, session).run()
-                finally:
-                    await call.end()
-        except (TimeoutError, OSError) as error:
-            logger.info("call %s has not begun: %r", call.id, error, extra={"request_id": request.state.request_id})
+        async with held:
+            try:
+                await call.connected()
+                await SessionConnection(call, request, state, session).run()
+            except (TimeoutError, OSError) as error:
+                logger.info("call %s has not begun: %r", call.id, error, extra={"request_id": request.state.request_id})
 
     task = state.calls[call.id] = asyncio.create_task(run(), name="realtime call")
     task.add_done_callback(lambda _: state.calls.pop(call.id))
-    await asyncio.wait((task, answer), return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done():
-        await task  # raises why
-    return answer.result()
+    return answer
 
 
 def _address(request: Request) -> str:

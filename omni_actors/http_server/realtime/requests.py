@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,9 +56,8 @@ class Outbox:
         self._write_timeout = write_timeout
         self._keeper = keeper
         self._told = told or self.append
-        self._waiting: deque[bytes] = deque()
-        self._bytes = 0
-        self._filled = asyncio.Event()
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+        self._bytes = 0  # of those that were not sent
         self._drained = asyncio.Event()
 
     def put(self, event: Event) -> None:
@@ -71,9 +69,8 @@ class Outbox:
     def append(self, event: Event) -> None:
         """Append an event as it is."""
         data = msgspec.json.encode(event)
-        self._waiting.append(data)
+        self._waiting.put_nowait(data)
         self._bytes += len(data)
-        self._filled.set()
 
     async def room(self, limit: int) -> None:
         """Wait until at most `limit` bytes wait. The deadline is that of the writer, which ends the session."""
@@ -84,13 +81,11 @@ class Outbox:
     async def write(self) -> None:
         """Send events for as long as the session lasts. Raises `TimeoutError` if the client does not read them."""
         while True:
-            while self._waiting:
-                async with asyncio.timeout(self._write_timeout):
-                    await self._send(self._waiting[0].decode())
-                self._bytes -= len(self._waiting.popleft())
-                self._drained.set()
-            self._filled.clear()
-            await self._filled.wait()
+            data = await self._waiting.get()
+            async with asyncio.timeout(self._write_timeout):
+                await self._send(data.decode())
+            self._bytes -= len(data)
+            self._drained.set()
 
 
 class Asker:

@@ -354,7 +354,6 @@ class Realtime:
         self.detects = available()
         self.thread = ThreadPoolExecutor(1, "voice activity")
         self._unheard: dict[VoiceActivity, None] = {}
-        self._wake = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self.bodies = bodies
         self._sessions: Counter[str] = Counter()  # by tenant
@@ -406,8 +405,7 @@ class Realtime:
         if activity.error is not None:
             raise activity.error
         self._unheard[activity] = None
-        self._wake.set()
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="voice activity")
         return activity.append(pcm, time.monotonic())
 
@@ -417,14 +415,12 @@ class Realtime:
         self._unheard.pop(activity, None)
 
     async def _look(self) -> None:
-        """Look for speech in all that has come, again and again."""
+        """Look for speech in all that has come, again and again until nothing more has."""
         loop = asyncio.get_running_loop()
-        while True:
-            await self._wake.wait()
+        while self._unheard:
             began = time.monotonic()
             pieces = [(activity, activity.take()) for activity in self._unheard]
             self._unheard.clear()
-            self._wake.clear()
             try:
                 found = await loop.run_in_executor(self.thread, self._model.listen, pieces)
             except Exception as error:  # noqa: BLE001 - each of these sessions ends with it
@@ -444,7 +440,6 @@ class Realtime:
                 activity.fail(error)
             if not activity.caught_up.is_set() and activity not in self._unheard:
                 self._unheard[activity] = None
-                self._wake.set()
                 all_heard = False
         self._late += (latest - self._late) / MEAN_OF
         if self._late > BUSY_SECONDS:

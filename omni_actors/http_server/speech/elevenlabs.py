@@ -167,7 +167,6 @@ class Contexts:
         self._multi = multi
         self._contexts: dict[str, SpokenContext] = {}
         self._asking = ""  # the context of the message that is handled
-        self._closing = False
 
     async def take(self, data: bytes, session: SpeechSession) -> None:
         """See `Dialect.take`."""
@@ -187,12 +186,11 @@ class Contexts:
         for context in filter(None, map(self._contexts.get, closes)):
             await self._close(context)
         if ends:
-            self._closing = True
             session.complete.set()
 
     def _context(self, name: str, session: SpeechSession) -> SpokenContext:
         context = self._contexts.get(name)
-        if self._closing or (context is not None and context.closed):
+        if session.complete.is_set() or (context is not None and context.closed):
             raise bad_field("context_id", "This context is closed: send the text in another one.")
         if context is None:
             if len(self._contexts) >= MAX_CONTEXTS:

@@ -244,12 +244,12 @@ class StreamEvents:
         self._narrator: Narrator | None = None
         self._utterance: Utterance | None = None  # that is being written
         self._spoken: list[Utterance] = []  # that have not ended
-        self._complete = False
 
     async def take(self, data: bytes, session: SpeechSession) -> None:
         """See `Dialect.take`."""
         found: AnyEvent = decode(data, AnyEvent)  # type: ignore[arg-type]  # a union is not a class
-        if self._complete and not isinstance(found, CancelText):
+        complete = session.complete.is_set()
+        if complete and not isinstance(found, CancelText):
             raise HttpError(400, "The text of this session has ended.", param="type", code="invalid_value")
         narrator = self._narrator = self._narrator or session.narrator()
         match found:
@@ -263,16 +263,15 @@ class StreamEvents:
             case FlushText() | EndText():
                 await self._flush(narrator)
             case CancelText():
-                if self._utterance is None and not self._complete:
+                if self._utterance is None and not complete:
                     await self._written()
                 for utterance in self._spoken:
                     await narrator.recital.stop(utterance, "cancelled")
-                if not self._complete:
+                if not complete:
                     await self._flush(narrator)
             case _:
                 assert_never(found)
         if isinstance(found, EndText):
-            self._complete = True
             narrator.recital.end()
             session.complete.set()
 
