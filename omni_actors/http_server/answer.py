@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy
@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omni_actors.client import Audio, ChoiceItem, StreamItem, Text
+from omni_actors.client import Audio, ChoiceItem, ChoiceStreams, StreamItem, Text
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.host.processes import end_tasks
 from omni_actors.http_server.bodies import Submission, reserve
@@ -25,6 +25,9 @@ from omni_actors.logs import get_logger
 from omni_actors.protocol.messages import Description, FinishReason, StageUsage
 from omni_actors.protocol.payloads import CollectedCalls, PositionLogprobs, PromptPosition, TokenLogprob
 
+if TYPE_CHECKING:
+    from omni_actors.http_server.speech.recital import Recital
+
 logger = get_logger(__name__)
 
 PICTURES = ("image", "latents")  # modalities
@@ -32,23 +35,6 @@ STREAM_FORMAT = "pcm16"  # of sound in events
 EVENTS = "text/event-stream"
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; vLLM's value
 JOINED_BYTES = 65_536  # of ready pieces that wait for one write
-
-
-class AnswerStreams(Protocol):
-    """What an `Answer` reads, such as `ChoiceStreams`."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the next step of the iteration need not wait."""
-
-    @property
-    def usages(self) -> list[dict[str, StageUsage]]:
-        """The usage of each request by stage; complete once the iteration has ended."""
-
-    async def __anext__(self) -> ChoiceItem: ...
-
-    async def abort(self) -> None:
-        """End all requests that have not ended. Idempotent."""
 
 
 def request_options(request: HTTPConnection, state: ServerState, body: Submission) -> dict[str, Any]:
@@ -72,7 +58,7 @@ class Answer:
 
     def __init__(
         self,
-        streams: AnswerStreams,
+        streams: ChoiceStreams | Recital,
         request: Request,
         fields: Mapping[str, str],
         turns: asyncio.Lock,
@@ -83,8 +69,8 @@ class Answer:
         self._fields = fields
         self._turns = turns
         self._held: list[ChoiceItem] = []  # that come next
+        # Is awaited before the iteration waits for an item that has not arrived.
         self.before_waiting: Callable[[], Awaitable[None]] = _nothing
-        """Is awaited before the iteration waits for an item that has not arrived."""
         self._watch = asyncio.create_task(self._abort_when_gone(request), name="watch for disconnect")
 
     @classmethod
@@ -129,7 +115,7 @@ class Answer:
     @classmethod
     async def of(
         cls,
-        streams: AnswerStreams,
+        streams: ChoiceStreams | Recital,
         request: Request,
         state: ServerState,
         fields: Mapping[str, str],

@@ -239,10 +239,9 @@ class LiveSession:
 
     def __init__(self, start: StartLive, wire: WireFormat, delegates: bool, speaker: Loudspeaker | None = None) -> None:
         self._start, self._wire = start, wire
-        self.fields = start.session
-        """What the session is asked for now."""
+        self.fields = start.session  # as they are now
+        # Further connections, which get all events, and the sound if it is PCM at `RATE`.
         self.listeners: set[Outbox] = set()
-        """Further connections, which get all events, and the sound if it is PCM at `RATE`."""
         self._capabilities = {"full_duplex": False, "delegation": delegates, "recording": False}
         self.speaker = speaker or Loudspeaker(wire.hertz * wire.sample_bytes)
         self.speaker.heard = self._heard

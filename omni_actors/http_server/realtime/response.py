@@ -30,7 +30,6 @@ class RunningResponse:
         self.item: MessageItem | None = None
         self._conversation = conversation
         self._metadata = metadata
-        self._part = ItemPart("output_text")  # of the item
         self._encoder = SoundEncoder(config.output_format.law, config.output_format.hertz)
         self._requests = 0
         self._output: list[MessageItem | CallItem] = []
@@ -47,21 +46,17 @@ class RunningResponse:
         self._requests += 1
         return self.id if self._requests == 1 else f"{self.id}-{self._requests}"
 
-    def created(self) -> Events:
-        """The first event."""
-        return [event("response.created", response=self.shown("in_progress"))]
-
     def text(self, delta: str) -> Events:
         """The next text."""
         item, sent = self._begun()
-        self._part.text += delta
+        item.parts[0].text += delta
         kind = "output_audio_transcript" if self.spoken else "output_text"
         return [*sent, event(f"response.{kind}.delta", **self._ids(item), content_index=0, delta=delta)]
 
     def sound(self, pcm: bytes) -> Events:
         """The next sound."""
         item, sent = self._begun()
-        self._part.seconds += len(pcm) / BYTES_PER_SECOND
+        item.parts[0].seconds += len(pcm) / BYTES_PER_SECOND
         return [*sent, *self._encoded(item, pcm)]
 
     def _encoded(self, item: MessageItem, pcm: bytes, last: bool = False) -> Events:
@@ -94,7 +89,7 @@ class RunningResponse:
         """The last events; those of the item only if it had begun or the answer is complete."""
         sent = self._begun()[1] if status in ("completed", "incomplete") and not self._calls else []
         if self.item is not None:
-            if self._part.seconds and status in ("completed", "incomplete"):
+            if self.item.parts[0].seconds and status in ("completed", "incomplete"):
                 sent += self._encoded(self.item, b"", last=True)
             self.item.status = "completed" if status == "completed" else "incomplete"
             sent += [*self._end_part(self.item), *self._done(self.item)]
@@ -151,14 +146,14 @@ class RunningResponse:
         """The item; made with the first piece, so that an answer that fails before has none, with its first events."""
         if self.item is not None:
             return self.item, []
-        self._part = ItemPart("output_audio" if self.spoken else "output_text")
-        self.item = MessageItem(new_id("item"), "assistant", [self._part], "in_progress")
-        sent = self._added(self.item, self.item.shown(with_parts=False))
-        part = event("response.content_part.added", **self._ids(self.item), content_index=0, part=self._shown_part())
-        return self.item, [*sent, part]
+        part = ItemPart("output_audio" if self.spoken else "output_text")
+        self.item = item = MessageItem(new_id("item"), "assistant", [part], "in_progress")
+        sent = self._added(item, item.shown(with_parts=False))
+        place = {**self._ids(item), "content_index": 0}
+        return item, [*sent, event("response.content_part.added", **place, part=self._shown_part(""))]
 
     def _end_part(self, item: MessageItem) -> Events:
-        ids, text = {**self._ids(item), "content_index": 0}, self._part.text
+        ids, text = {**self._ids(item), "content_index": 0}, item.parts[0].text
         if self.spoken:
             sent: Events = [
                 event("response.output_audio.done", **ids),
@@ -166,7 +161,7 @@ class RunningResponse:
             ]
         else:
             sent = [event("response.output_text.done", **ids, text=text)]
-        return [*sent, event("response.content_part.done", **ids, part=self._shown_part())]
+        return [*sent, event("response.content_part.done", **ids, part=self._shown_part(text))]
 
     def _end_call(self, call: CallItem) -> Events:
         call.status = "completed"
@@ -181,6 +176,5 @@ class RunningResponse:
         self._conversation.remove(call.id)
         return [event("conversation.item.deleted", item_id=call.id)]
 
-    def _shown_part(self) -> dict[str, str]:
-        text = self._part.text
+    def _shown_part(self, text: str) -> dict[str, str]:
         return {"type": "audio", "transcript": text} if self.spoken else {"type": "text", "text": text}

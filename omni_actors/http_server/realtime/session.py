@@ -473,7 +473,8 @@ class RealtimeSession:
         self._aside = self._aside_of(fields.input) if fields.input is not None else None
         self._response = response
         items = self._aside if self._aside is not None else self._conversation
-        return [*response.created(), self._ask(response, silence, items)]
+        created = event("response.created", response=response.shown("in_progress"))
+        return [created, self._ask(response, silence, items)]
 
     def _new_response(self, fields: config.ResponseFields) -> RunningResponse:
         config = self._config.with_answer(fields, self._pipeline, "response")

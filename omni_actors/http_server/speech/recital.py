@@ -70,8 +70,7 @@ class SentenceCutter:
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest
-        self.rest = ""
-        """The sentence that has not ended."""
+        self.rest = ""  # the sentence that has not ended
 
     def append(self, text: str) -> list[str]:
         """Add text; returns the sentences that have ended."""

@@ -45,8 +45,7 @@ TOO_LONG = f"At most {MAX_TEXT} characters may wait to be spoken: send more when
 class Dialect(Protocol):
     """What a client and the server call what they send."""
 
-    idle: float
-    """Seconds without an event and without sound that end the session."""
+    idle: float  # seconds without an event and without sound that end the session
 
     async def take(self, data: bytes, session: SpeechSession) -> None:
         """Do what an event of the client asks for. Raises `HttpError`."""
@@ -149,8 +148,8 @@ class SpeechSession:
         self.outbox = Outbox(self._line.send, state.settings.write_timeout, None)
         self._tasks = asyncio.TaskGroup()
         self._narrators: dict[Narrator, asyncio.Task[None]] = {}
+        # Is set when no more text comes: the WebSocket is closed once all narrators have ended.
         self.complete = asyncio.Event()
-        """Is set when no more text comes: the WebSocket is closed once all narrators have ended."""
 
     async def run(self) -> None:
         """Take a place and run. Raises `HttpError` 429 if there is none; at the end none of its requests is left."""
