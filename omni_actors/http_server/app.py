@@ -357,7 +357,7 @@ def _query(connection: HTTPConnection, path: str, kind: type[msgspec.Struct] | N
 
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.chat_completions, chat.BODY),
-    Endpoint("POST", "/v1/responses", responses.create, responses.items.BODY),
+    Endpoint("POST", "/v1/responses", responses.create, responses.BODY),
     Endpoint("GET", "/v1/responses/{response_id}", responses.retrieve, query=responses.RetrieveQuery),
     Endpoint("DELETE", "/v1/responses/{response_id}", responses.delete),
     Endpoint("POST", "/v1/completions", chat.completions, chat.COMPLETION_BODY),

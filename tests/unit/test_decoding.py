@@ -28,8 +28,8 @@ from omni_actors.http_server.chat import BODY as CHAT
 from omni_actors.http_server.chat import COMPLETION_BODY, CompletionRequest
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.images import EDIT, GENERATION, ImageRequest, background_of, flattened, params_of
-from omni_actors.http_server.responses.events import ResponseReply, SentEvents
-from omni_actors.http_server.responses.items import ResponsesRequest
+from omni_actors.http_server.response_events import ResponseReply, SentEvents
+from omni_actors.http_server.responses import ResponsesRequest
 from omni_actors.http_server.videos import BODY
 from omni_actors.protocol.messages import Description, FinishReason, StageStatus, StageUsage
 from omni_actors.protocol.payloads import Parameter, StageParams, StructuredOutputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Raw
@@ -17,9 +17,11 @@ from omni_actors.http_server.bodies import free_form
 from omni_actors.http_server.encoders import encoded_base64, pcm16
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import TextFormat, called_tool
-from omni_actors.http_server.responses.items import ResponsesRequest
 from omni_actors.protocol.messages import Description
 from omni_actors.protocol.payloads import ToolCallPiece
+
+if TYPE_CHECKING:
+    from omni_actors.http_server.responses import ResponsesRequest
 
 REPEATED = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p", "user")
 Keep = Callable[[], Awaitable[bytes]]
