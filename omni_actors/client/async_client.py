@@ -260,9 +260,9 @@ class AsyncOmniClient:
         return request.stream
 
     async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
-        """Send a request, as `submit` does, and wait for the whole answer."""
-        stream = await self.submit(prompt, **options)
-        return await stream.result()
+        """Send a request, as `submit` does, and wait for the whole answer. The request ends when this is cancelled."""
+        async with await self.submit(prompt, **options) as stream:
+            return await stream.result()
 
     async def submit_choices(self, prompt: Prompting, n: int, **options: Any) -> ChoiceStreams:
         """Send a prompt for `n` answers, at most 16, each with sampling and sound of its own.

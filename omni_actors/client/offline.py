@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import typing
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,7 +23,7 @@ import msgspec
 from omni_actors.client import OmniClient
 from omni_actors.client.async_client import AsyncOmniClient
 from omni_actors.client.prompts import Prompting, to_params
-from omni_actors.client.streams import OmniRequestOutput, RequestStream
+from omni_actors.client.streams import OmniRequestOutput
 from omni_actors.errors import ConfigError, InvalidRequest, OmniError, Overloaded, RequestTimeout, StartupError, suggest
 from omni_actors.host.processes import ChildStopTime, end_tasks
 from omni_actors.host.run_directory import short_temporary_folder
@@ -404,15 +405,10 @@ async def answer_all(
 
 async def _answer(client: AsyncOmniClient, options: Mapping[str, Any]) -> OmniRequestOutput:
     """Answer one request. Raises `Overloaded`; all other errors of the request are in the output."""
-    stream: RequestStream | None = None
+    request_id = options.get("request_id") or uuid.uuid4().hex
     try:
-        stream = await client.submit(**options)
-        return await stream.result()
+        return await client.generate(**{**options, "request_id": request_id})
     except Overloaded:
         raise
     except OmniError as error:
-        return OmniRequestOutput(stream.request_id if stream is not None else "", error=error)
-    except asyncio.CancelledError:
-        if stream is not None:
-            await stream.abort()
-        raise
+        return OmniRequestOutput(request_id, error=error)

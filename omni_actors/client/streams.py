@@ -100,7 +100,8 @@ StreamItem = Text | Audio | Image | Video | Latents | WordTimes | Progress
 class RequestStream:
     """The answer to one request: iterate for its `StreamItem`s in order, then read `usage`.
 
-    Iteration raises the `OmniError` with which the request failed.
+    Iteration raises the `OmniError` with which the request failed. As an async context manager it ends the request, if
+    that has not ended by then.
     """
 
     def __init__(
@@ -113,6 +114,12 @@ class RequestStream:
         self._items: asyncio.Queue[StreamItem | Done | OmniError] = asyncio.Queue()
         self._ended = False
         self.on_delivery: Callable[[], None] | None = None  # is called for each item that arrives
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.abort()
 
     def __aiter__(self) -> AsyncIterator[StreamItem]:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -353,7 +354,7 @@ async def _rest(
 
     If none does before the end, the answer is made again from the request, and what was sent of it is left out.
     """
-    try:
+    with contextlib.closing(journal):
         parts = journal.follow()
         head = msgspec.json.decode(await anext(parts), type=StreamHead)
         sent = SentEvents(response_id, head.created)
@@ -369,8 +370,6 @@ async def _rest(
                 if piece:
                     journal.append(piece)
                     yield piece
-    finally:
-        journal.close()
 
 
 async def delete(request: Request, state: ServerState, response_id: str) -> Response:

@@ -412,9 +412,8 @@ class SessionConnection:
         """Relay one answer, once it is wanted. When this task is cancelled, the request ends in all stages."""
         speech_ended, playback, meters = time.monotonic() - ask.silence, Playback(), self._state.realtime.meters
         description = await self._state.facts()
-        stream = await self._asker.answer(ask, description)
         speed = ask.config.speed
-        try:
+        async with await self._asker.answer(ask, description) as stream:
             await at_most(EARLY_SECONDS, wanted.wait())
             if not wanted.is_set():  # the client sends no more sound: the turn does not end
                 return
@@ -434,8 +433,6 @@ class SessionConnection:
                 await self._outbox.room(ANSWER_BYTES)
                 if self._line.speaker is not None:
                     await self._line.speaker.room()
-        finally:
-            await stream.abort()  # nothing, if it has ended
         found = usage_of([stream.usage], description)
         details = {"output_token_details": found["completion_tokens_details"], "stages": found["stages"]}
         cut = finish_reason(stream.usage, description) == "length"

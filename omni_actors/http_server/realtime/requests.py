@@ -207,11 +207,7 @@ class Transcriber:
             request = to_write_down(sound, description, **self._about(turn))
             stage = description.outputs["text"]
             request["params"] = {stage: msgspec.structs.replace(request["params"][stage], max_tokens=NEW_TOKENS)}
-            stream = await client.submit(**request, **self._asker.common, priority=LISTENING_PRIORITY)
-            try:
-                answer = await stream.result()
-            finally:
-                await stream.abort()  # nothing, if it has ended
+            answer = await client.generate(**request, **self._asker.common, priority=LISTENING_PRIORITY)
         except (HttpError, OmniError) as error:
             logger.info("a turn is not written down while it is spoken: %s", error)
             return
@@ -236,8 +232,8 @@ class Transcriber:
             self._send("completed", turn, transcript=text, usage=token_usage([], description))
             return
         request = to_write_down(sound, description, **about)
-        stream = await client.submit(**request, **common, priority=TRANSCRIPT_PRIORITY, request_id=turn.item_id)
-        try:
+        told: dict[str, Any] = {"priority": TRANSCRIPT_PRIORITY, "request_id": turn.item_id}
+        async with await client.submit(**request, **common, **told) as stream:
             async for item in stream:
                 if not isinstance(item, Text) or not item.text:
                     continue
@@ -245,8 +241,6 @@ class Transcriber:
                 if not self._send("delta", turn, delta=item.text):
                     return
                 await self._outbox.room(ANSWER_BYTES)
-        finally:
-            await stream.abort()  # nothing, if it has ended
         self._send("completed", turn, transcript=begun.strip(), usage=token_usage([stream.usage], description))
 
     def _send(self, kind: str, turn: Transcribe, **fields: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 
@@ -51,10 +52,8 @@ def _read(session_id: str, journals: Journals) -> KeptSession | None:
     journal = journals.find(session_id)
     if journal is None:
         return None
-    try:
+    with contextlib.closing(journal):
         data = journal.read()
-    finally:
-        journal.close()
     items: dict[str, AnyItem] = {}
     found = None
     for found in _entries(data):
