@@ -251,13 +251,9 @@ class AsyncOmniClient:
         deadline = STEADY() + timeout if timeout is not None else 0.0
         stream = RequestStream(request_id, self.abort, self._add_text)
         request = _Request(stream, body, buffers, deadline)
+        self._submit(request)
         self._requests[request_id] = request
-        try:
-            self._submit(request)
-        except OmniError:
-            self._requests.pop(request_id, None)
-            raise
-        return request.stream
+        return stream
 
     async def generate(self, prompt: Prompting, **options: Any) -> OmniRequestOutput:
         """Send a request, as `submit` does, and wait for the whole answer. The request ends when this is cancelled."""
