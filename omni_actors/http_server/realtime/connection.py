@@ -192,7 +192,7 @@ class SessionConnection:
         self._heard = 0  # position up to which it was given the sound
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._early: dict[str, asyncio.Event] = {}  # of answers whose turn may not be over: set when it is
-        self._sounds: dict[str, bytearray] = {}  # PCM of answers, until it is known when their words are said
+        self._sounds: dict[str, bytearray] = {}  # PCM of answers that are made, whose words are then looked for in it
         self._aligning: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[HttpError] = asyncio.get_running_loop().create_future()
         self._left = False  # nobody goes on with the session
@@ -340,7 +340,7 @@ class SessionConnection:
                         self._outbox.put(event)
                     if event["type"] == "response.done":
                         self._count(response := event["response"])
-                        if (pcm := self._sounds.get(response["id"])) is not None:
+                        if (pcm := self._sounds.pop(response["id"], None)) is not None:
                             self._aligning.add(task := asyncio.create_task(self._find_words(response, pcm)))
                             task.add_done_callback(self._aligning.discard)
                 case Cancel(response_id):
@@ -381,15 +381,11 @@ class SessionConnection:
         """Find out when the words of an answer that has ended are said."""
         spoken = [item for item in response["output"] if item["type"] == "message"]
         whole = response["status"] in ("completed", "incomplete")
-        try:
-            if not pcm or not spoken:
-                return
-            item_id, text = spoken[0]["id"], spoken[0]["content"][0]["transcript"]
-            pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
-            words = await self._asker.word_times(text, bytes(pcm), pace)
-        finally:
-            del self._sounds[response["id"]]
-        if words:
+        if not pcm or not spoken:
+            return
+        item_id, text = spoken[0]["id"], spoken[0]["content"][0]["transcript"]
+        pace = None if whole else self._session.pace or len(text) * BYTES_PER_SECOND / len(pcm)
+        if words := await self._asker.word_times(text, bytes(pcm), pace):
             self._session.timed(item_id, text, words)
             if self._keeper is not None:
                 self._keeper.note(config.event("conversation.item.truncated", item_id=item_id))
