@@ -65,6 +65,17 @@ async def test_deadline(echo):
         client.abort("never heard of")
 
 
+async def test_a_call_that_is_cancelled_ends_its_request(echo):
+    async with AsyncOmniClient(echo.endpoint) as client:
+        call = asyncio.create_task(client.generate("x" * 4000, modalities=("text",), request_id="cancelled"))
+        await asyncio.sleep(0)  # it is sent, and the coordinator reads it before the question
+        assert (await client.timeline("cancelled")).outcome == "running"
+        call.cancel()
+        await asyncio.wait((call,))
+        outcome = (await client.timeline("cancelled")).outcome
+    assert (call.cancelled(), outcome) == (True, "aborted")
+
+
 async def test_each_mistake_gets_its_error_and_harms_no_other(echo):
     mistakes: list[tuple[type[OmniError], str, dict]] = [
         (UnknownVoice, "Chelsie, Ethan", {"prompt": "x", "voice": "Bob"}),
