@@ -106,30 +106,15 @@ class ChunkStream(DiffusionStream):
 
     def __init__(self, width: int, values: int, longest: int, carried: int, largest: int) -> None:
         self._width, self._values, self._longest = width, values, longest
-        self._carried, self._largest = carried, largest
+        self.held_bytes, self.job_bytes = carried, largest
         self._codes: list[int] = []
         self._complete = False
-        self._finished = False
 
-    @property
-    def input_tokens(self) -> int:
-        """Codes so far."""
-        return len(self._codes)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last chunk has been returned."""
-        return self._finished
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are kept between two chunks; 0 if none is to come."""
-        return 0 if self._finished else self._carried
-
-    @property
-    def job_bytes(self) -> int:
-        """Bytes of the largest chunk that the policy can make; 0 after the last."""
-        return 0 if self._finished else self._largest
+    def _return(self, job: DiffusionJob, *, last: bool) -> DiffusionJob:
+        """Note the chunk that `next_job` returns."""
+        if last:
+            self.finished, self.held_bytes, self.job_bytes = True, 0, 0
+        return job
 
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
         """Append whole frames, the codes of one after those of the other.
@@ -155,7 +140,7 @@ class ChunkStream(DiffusionStream):
         if complete and frames == 0:
             raise InvalidRequest("The vocoder got no frame.", hint="Let the talker produce at least one.")
         self._codes.extend(token_ids)
-        self._complete = complete
+        self.input_tokens, self._complete = len(self._codes), complete
 
 
 class VocoderRunner(DiffusionModelRunner):

@@ -99,12 +99,18 @@ class DiffusionStream(ABC):
 
     The engine asks for the next job only after the previous one has ended, so a job may build on what that one left on
     the device.
+
+    Attributes:
+        input_tokens: length of the input so far, for the usage report.
+        finished: whether all jobs have been returned.
+        held_bytes: upper bound of the device memory in bytes that is kept from one job for the next, as known now.
+        job_bytes: upper bound of the device memory in bytes that a job to come holds and needs in a step.
     """
 
-    @property
-    @abstractmethod
-    def input_tokens(self) -> int:
-        """Length of the input so far, for the usage report."""
+    input_tokens: int = 0
+    finished: bool = False
+    held_bytes: int = 0
+    job_bytes: int = 0
 
     @abstractmethod
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
@@ -122,70 +128,22 @@ class DiffusionStream(ABC):
         """The pieces of sound of the jobs that `next_job` has not returned; none if they are not known."""
         return ()
 
-    @property
-    @abstractmethod
-    def finished(self) -> bool:
-        """Whether all jobs have been returned."""
-
-    @property
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Upper bound of the device memory in bytes that is kept from one job for the next, as known now."""
-
-    @property
-    @abstractmethod
-    def job_bytes(self) -> int:
-        """Upper bound of the device memory in bytes that a job to come holds and needs in a step; 0 if none comes."""
-
     @abstractmethod
     def close(self) -> None:
         """Free the stream's device memory. None of its jobs is running any more."""
 
 
-class JobQueue(DiffusionStream):
-    """A request whose jobs are known as soon as their input is there.
-
-    Args:
-        jobs: one after the other; a subclass may append more.
-        held_bytes: device memory that they leave for those after them, at most.
-        free: frees it.
-    """
-
-    def __init__(
-        self, jobs: Iterable[DiffusionJob] = (), held_bytes: int = 0, free: Callable[[], None] = lambda: None
-    ) -> None:
-        self._jobs = deque(jobs)
-        self._held_bytes = held_bytes
-        self._free = free
-
-    def next_job(self) -> DiffusionJob | None:
-        """The oldest job."""
-        return self._jobs.popleft() if self._jobs else None
-
-    @property
-    def held_bytes(self) -> int:
-        """As the runner said."""
-        return self._held_bytes
-
-    @property
-    def job_bytes(self) -> int:
-        """The most that one of the jobs to come needs, of those that are known."""
-        return max((job.held_bytes + job.most_bytes for job in self._jobs), default=0)
-
-    def close(self) -> None:
-        """Forget the jobs that are left, and free what the others left."""
-        self._jobs.clear()
-        self._free()
-
-
-class KnownJobs(JobQueue):
-    """A request all of whose input has come when it starts, so that its jobs are known.
+class KnownJobs(DiffusionStream):
+    """A request whose jobs are known as soon as their input is there: all of it when it starts, unless a subclass adds.
 
     Args:
         jobs: one after the other.
         input_tokens: length of the input, for the usage report.
-        held_bytes: see `JobQueue`; so is `free`.
+        held_bytes: device memory that they leave for those after them, at most.
+        free: frees it.
     """
+
+    complete: bool = True  # no more input comes
 
     def __init__(
         self,
@@ -194,23 +152,26 @@ class KnownJobs(JobQueue):
         held_bytes: int = 0,
         free: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(jobs, held_bytes, free)
-        self._input_tokens = input_tokens
+        self._jobs = deque(jobs)
+        self._free = free
+        self.input_tokens, self.held_bytes = input_tokens, held_bytes
+        self.job_bytes = max((job.held_bytes + job.most_bytes for job in self._jobs), default=0)
 
-    @property
-    def input_tokens(self) -> int:
-        """Length of the input."""
-        return self._input_tokens
+    def next_job(self) -> DiffusionJob | None:
+        """The oldest job."""
+        job = self._jobs.popleft() if self._jobs else None
+        self.finished = self.complete and not self._jobs
+        return job
 
     def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
         """Ignore a late, empty end of the input; refuse more of it."""
-        if token_ids or not complete:
+        if token_ids or not (complete and self.complete):
             raise InvalidRequest("This stage takes its input as a whole.")
 
-    @property
-    def finished(self) -> bool:
-        """Whether all jobs have been returned."""
-        return not self._jobs
+    def close(self) -> None:
+        """Forget the jobs that are left, and free what the others left."""
+        self._jobs.clear()
+        self._free()
 
 
 class SingleJob(KnownJobs):

@@ -21,6 +21,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeSnakeBeta,
 )
 
+from omni_actors.engine.models.codec_decoder.stream import Sizes
+
 
 class Past:
     """The past of a batch during one pass: each layer that looks back takes its part, in the order of the layers.
@@ -152,38 +154,25 @@ class FrameTransformer(nn.Module):
         return output
 
 
-class CodecSizes:
-    """See `codec_decoder.stream.Sizes`.
+def sizes_of(config: Qwen3OmniMoeCode2WavConfig, trims_start: bool, sample_rate: int) -> Sizes:
+    """The sizes of a decoder.
 
     Args:
         trims_start: whether each convolution that upsamples leaves out the first entry; the sound is then shorter.
         sample_rate: of the sound.
     """
+    ratio, rates = math.prod(config.upsampling_ratios), config.upsample_rates  # of frames, and then of convolutions
 
-    def __init__(self, config: Qwen3OmniMoeCode2WavConfig, trims_start: bool, sample_rate: int) -> None:
-        self.num_quantizers: int = config.num_quantizers
-        self.codebook_size: int = config.codebook_size
-        self.max_position_embeddings: int = config.max_position_embeddings
-        self.trims_start, self.sample_rate = trims_start, sample_rate
-        self._ratios: list[int] = config.upsampling_ratios  # of frames, before the convolutions
-        self._rates: list[int] = config.upsample_rates  # of the convolutions; each halves the channels
-        self._channels: int = config.decoder_dim
-
-    def samples(self, frames: int) -> int:
-        """Length of the sound of `frames` frames."""
-        length = frames * math.prod(self._ratios)
-        for rate in self._rates:
-            length = max(0, length - self.trims_start) * rate
+    def samples(frames: int) -> int:
+        length = frames * ratio
+        for rate in rates:
+            length = max(0, length - trims_start) * rate
         return length
 
-    @property
-    def widest(self) -> int:
-        """Elements per frame of the largest tensor between two layers."""
-        largest, rate, channels = 0, math.prod(self._ratios), self._channels
-        for factor in self._rates:
-            rate, channels = rate * factor, channels // 2
-            largest = max(largest, rate * channels)
-        return largest
+    # Each convolution halves the channels.
+    widths = [ratio * math.prod(rates[:count]) * (config.decoder_dim >> count) for count in range(1, len(rates) + 1)]
+    frames: int = config.max_position_embeddings
+    return Sizes(config.num_quantizers, config.codebook_size, frames, sample_rate, max(widths, default=0), samples)
 
 
 class CodecDecoder(nn.Module):
@@ -193,7 +182,7 @@ class CodecDecoder(nn.Module):
         front: turns codes [batch, quantizers, frames] into [batch, frames, width].
         front_name: its name in the checkpoint.
         width: of a frame outside of the transformer, where that is another.
-        trims_start: see `CodecSizes`.
+        trims_start: see `sizes_of`.
     """
 
     def __init__(
@@ -207,7 +196,7 @@ class CodecDecoder(nn.Module):
         sample_rate: int = 24_000,
     ) -> None:
         super().__init__()
-        self.sizes = CodecSizes(config, trims_start, sample_rate)
+        self.sizes, self._trims_start = sizes_of(config, trims_start, sample_rate), trims_start
         width = width or config.hidden_size
         self._past, self._front = Past(config.sliding_window), front_name
         self.add_module(front_name, front)
@@ -238,7 +227,7 @@ class CodecDecoder(nn.Module):
             case Qwen3OmniMoeCausalConvNet():
                 return _CausalConv(layer, self._past)
             case Qwen3OmniMoeCausalTransConvNet():
-                return _Upsampling(layer, self._past, trims_start=self.sizes.trims_start)
+                return _Upsampling(layer, self._past, trims_start=self._trims_start)
             case Qwen3OmniMoeSnakeBeta():
                 return _SnakeBeta(layer)
             case _:

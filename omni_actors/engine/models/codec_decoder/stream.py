@@ -6,9 +6,8 @@ decoded in the same chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -20,31 +19,25 @@ from omni_actors.stage.sound import CHUNKS_AHEAD, Ahead
 COPIES = 4
 
 
-class Sizes(Protocol):
-    """What cutting must know of a decoder; `CodecSizes` has it."""
+@dataclass(frozen=True)
+class Sizes:
+    """What cutting must know of a decoder.
 
-    @property
-    def num_quantizers(self) -> int:
-        """Codes of a frame."""
+    Args:
+        num_quantizers: codes of a frame.
+        codebook_size: values that a code can have.
+        max_position_embeddings: frames of the longest utterance.
+        sample_rate: samples per second.
+        widest: elements per frame of the largest tensor between two layers.
+        samples: how many samples can be made of the first n frames.
+    """
 
-    @property
-    def codebook_size(self) -> int:
-        """Values that a code can have."""
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Frames of the longest utterance."""
-
-    @property
-    def sample_rate(self) -> int:
-        """Samples per second."""
-
-    @property
-    def widest(self) -> int:
-        """Elements per frame of the largest tensor between two layers."""
-
-    def samples(self, frames: int) -> int:
-        """How many samples can be made of the first `frames` frames."""
+    num_quantizers: int
+    codebook_size: int
+    max_position_embeddings: int
+    sample_rate: int
+    widest: int
+    samples: Callable[[int], int]
 
 
 @dataclass(eq=False)
@@ -139,7 +132,7 @@ class CodecStream(ChunkStream):
         """The next chunk, once its frames are there."""
         policy, begin = self._cutting.policy, self._frame
         received = len(self._codes) // self._cutting.sizes.num_quantizers
-        if self._finished or (policy is None and not self._complete):
+        if self.finished or (policy is None and not self._complete):
             return None
         end = received if policy is None else policy.end(begin)
         read = end + self._cutting.look_ahead
@@ -147,15 +140,15 @@ class CodecStream(ChunkStream):
             return None
         last = self._complete and (policy is None or received < max(read, end + 1))
         chunk = self._chunk(begin, received if last else end, last=last)
-        self._frame, self._finished = begin + chunk.count, last
+        self._frame = begin + chunk.count
         held = 0 if last else self._cutting.state_bytes
         needed = self._cutting.step_bytes(chunk.frames)
-        return DiffusionJob(chunk, 1, needed, needed, held)
+        return self._return(DiffusionJob(chunk, 1, needed, needed, held), last=last)
 
     def ahead(self, sample_rate: int) -> list[Ahead]:
         """The chunks that `next_job` has not returned."""
         policy, sizes = self._cutting.policy, self._cutting.sizes
-        if policy is None or self._finished:
+        if policy is None or self.finished:
             return []
         received = len(self._codes) // sizes.num_quantizers
         total = received if self._complete else None

@@ -30,7 +30,6 @@ from omni_actors.engine.workers.diffusion import (
     DiffusionJob,
     DiffusionModelRunner,
     DiffusionStream,
-    JobQueue,
     KnownJobs,
     StepResult,
 )
@@ -234,10 +233,10 @@ class VaeStage(_VaeStage):
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check a request's first latents."""
         check_parameters("vae", self.facts.parameters, request.params)
-        stream = _PictureLatents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
         first = inputs.tensors.get(LATENTS)
         if first is None:
             raise InvalidPayload(f"This stage needs a tensor {LATENTS!r}.")
+        stream = _PictureLatents(self, (request.params.extra_args or {}).get(BACKGROUND.name) == OPAQUE)
         stream.extend_tensor(first, complete=inputs.complete)
         return stream
 
@@ -280,38 +279,23 @@ class VaeStage(_VaeStage):
         return {"image": (shares * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous()}
 
 
-class _PictureLatents(JobQueue):
+class _PictureLatents(KnownJobs):
     """The latents of a request: first those of previews, then those of the picture. Each becomes a job."""
 
+    complete = False
+
     def __init__(self, runner: VaeStage, opaque: bool) -> None:
-        super().__init__()
-        self._runner = runner
-        self._opaque = opaque
-        self._complete = False
-        self._seen = 0
-
-    @property
-    def input_tokens(self) -> int:
-        """Values of the latents so far."""
-        return self._seen
-
-    def extend(self, token_ids: Sequence[int], *, complete: bool) -> None:
-        """Refuse tokens; the end of the input has to come with the last latents."""
-        if token_ids or not self._complete:
-            raise InvalidRequest("This stage takes latents.")
+        super().__init__((), 0)
+        self._runner, self._opaque = runner, opaque
 
     def extend_tensor(self, tensor: HostTensor, *, complete: bool) -> None:
         """Take the next latents; the last ones are those of the picture, the others make previews."""
-        if self._complete:
+        if self.complete:
             raise InvalidRequest("More latents came after the last ones.")
-        self._jobs.append(self._runner.job(tensor, preview=not complete, opaque=self._opaque))
-        self._complete = complete
-        self._seen += len(tensor.data) // tensor.dtype.itemsize
-
-    @property
-    def finished(self) -> bool:
-        """Whether the picture's job has been returned."""
-        return self._complete and not self._jobs
+        job = self._runner.job(tensor, preview=not complete, opaque=self._opaque)
+        self._jobs.append(job)
+        self.complete = complete
+        self.input_tokens += len(tensor.data) // tensor.dtype.itemsize
 
 
 def picture_specs(

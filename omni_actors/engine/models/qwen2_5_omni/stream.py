@@ -213,7 +213,7 @@ class Code2WavStream(ChunkStream):
     def next_job(self) -> DiffusionJob | None:
         """The next chunk, once its tokens and those of its look-ahead are there."""
         policy, total = self._geometry.policy, self._total
-        if self._finished:
+        if self.finished:
             return None
         if policy is None:
             return None if total is None else self._job(self._block, total, total, last=True)
@@ -223,7 +223,7 @@ class Code2WavStream(ChunkStream):
     def ahead(self, sample_rate: int) -> list[Ahead]:
         """The chunks that `next_job` has not returned."""
         geometry, policy, total = self._geometry, self._geometry.policy, self._total
-        if policy is None or self._finished:
+        if policy is None or self.finished:
             return []
         rate = sample_rate / math.prod(geometry.config.bigvgan_config.upsample_rates)  # frames a second
         pieces: list[Ahead] = []
@@ -280,5 +280,5 @@ class Code2WavStream(ChunkStream):
             keep_from=max(0, emit_to - context),
             carry=self._carry,
         )
-        self._block, self._emitted, self._finished = end, emit_to, last
-        return geometry.job(payload)
+        self._block, self._emitted = end, emit_to
+        return self._return(geometry.job(payload), last=last)

@@ -11,35 +11,13 @@ import torch
 
 from omni_actors.engine.models.chunks import ChunkPolicy
 from omni_actors.engine.models.codec_decoder.runner import batch_sizes
-from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry
+from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry, Sizes
 from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, voice_of
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
 from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
 from omni_actors.engine.models.s3_vocoder.unet import SECOND, UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 from omni_actors.engine.rows import moved
-
-
-@dataclass(frozen=True)
-class S3Sizes:
-    """See `codec_decoder.stream.Sizes`; a frame is a token.
-
-    Args:
-        codebook_size: tokens that there are.
-        delay: mel frames that the sound waits for.
-        widest: elements per token.
-    """
-
-    codebook_size: int
-    delay: int
-    widest: int
-    num_quantizers: int = 1
-    max_position_embeddings: int = (LONGEST // FRAMES) // 2  # as many may be of the recording
-    sample_rate: int = SAMPLE_RATE
-
-    def samples(self, frames: int) -> int:
-        """How many samples can be made of the first tokens while there are more to come."""
-        return max(0, FRAMES * frames - self.delay) * SAMPLES
 
 
 @dataclass(frozen=True)
@@ -78,10 +56,13 @@ class S3Batches:
         self._room = 0  # past frames of the longest voice
 
     @property
-    def sizes(self) -> S3Sizes:
-        """Sizes of the decoder."""
-        flow, widest = self._flow, SAMPLES * self._hift.shaping.after.in_channels
-        return S3Sizes(len(flow.encoder.table), self._hift.delay, FRAMES * max(widest, 8 * flow.width))
+    def sizes(self) -> Sizes:
+        """Sizes of the decoder; a frame is a token. The sound waits for some mel frames of what is to come."""
+        flow, delay, widest = self._flow, self._hift.delay, SAMPLES * self._hift.shaping.after.in_channels
+        longest = (LONGEST // FRAMES) // 2  # as many may be of the recording
+        widest = FRAMES * max(widest, 8 * flow.width)
+        tokens = len(flow.encoder.table)
+        return Sizes(1, tokens, longest, SAMPLE_RATE, widest, lambda frames: max(0, FRAMES * frames - delay) * SAMPLES)
 
     def policy(self, policy: ChunkPolicy, speaker: S3Speaker) -> ChunkPolicy:
         """Where to cut an utterance: so that its chunks end where the flow's seconds do, which the recording begins."""
