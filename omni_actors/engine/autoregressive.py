@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
@@ -79,7 +79,7 @@ class AutoregressiveEngine(VllmEngine[_Running]):
         super().__init__(VllmCore(vllm_config))
         for adapter in self.adapter.lora.values():
             self.core.load_adapter(adapter)
-        self._grammars = GrammarCompiler(vllm_config, self.core.prepare)
+        self._grammars = GrammarCompiler(vllm_config, self.core.prepare, lambda: self.wake())
         self._compiling: dict[str, EngineCoreRequest] = {}  # requests that are not in the core yet
         self._parts: dict[str, str] = {}  # of which requests are parts after the first; by their id in the core
 
@@ -216,10 +216,6 @@ class AutoregressiveEngine(VllmEngine[_Running]):
     def busy(self) -> bool:
         """Whether grammars are being compiled, or other work is done for requests."""
         return bool(self._compiling)
-
-    def on_progress(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when a grammar is compiled."""
-        self._grammars.on_progress(wake)
 
     def counts(self) -> dict[str, int]:
         """Requests for which work is done on another thread, and those of the core."""

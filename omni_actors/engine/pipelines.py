@@ -220,7 +220,6 @@ class DiffusersEngine(StageEngine):
         self._scheduled: list[tuple[str, float]] = []
         self._threads = ThreadPoolExecutor(self._options.max_num_seqs, thread_name_prefix="pipeline")
         self._decoders = DecoderThreads()
-        self._wake: Callable[[], None] = lambda: None
 
     @classmethod
     def check_options(cls, stage: StageConfig) -> bool:
@@ -254,7 +253,7 @@ class DiffusersEngine(StageEngine):
         self._requests[request.request_id] = running
         if media:
             running.decoding = self._decoders.submit(functools.partial(_decoded, media, masked))
-            running.decoding.future.add_done_callback(lambda _: self._wake())
+            running.decoding.future.add_done_callback(lambda _: self.wake())
 
     def _needs(self, name: str) -> bool:
         found = self._arguments.get(name)
@@ -272,10 +271,6 @@ class DiffusersEngine(StageEngine):
     def busy(self) -> bool:
         """Whether pictures are being decoded."""
         return any(not running.ready for running in self._requests.values())
-
-    def on_progress(self, wake: Callable[[], None]) -> None:
-        """Take what ends the loop's sleep when pictures have been decoded."""
-        self._wake = wake
 
     def step(self) -> Sequence[EngineEvent]:
         """Give a turn to the next request. Raises `EngineLost` if the device fails."""

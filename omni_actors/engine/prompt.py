@@ -87,7 +87,6 @@ class PromptEngine(StageEngine):
         self._threads = DecoderThreads()
         self._free = THREADS  # those that have neither work nor a result that no step has taken
         self._ready: queue.SimpleQueue[tuple[_Waiting, Future[Processed]]] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
         self._scheduled: list[tuple[str, float]] = []
 
     @property
@@ -145,10 +144,6 @@ class PromptEngine(StageEngine):
     def busy(self) -> bool:
         """Whether threads work on prompts with media."""
         return self._free < THREADS
-
-    def on_progress(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when a prompt with media is ready."""
-        self._wake = wake
 
     def step(self) -> Sequence[EngineEvent]:
         """Return a prompt that is ready, or else process the most urgent text; with neither, wait for media."""
@@ -212,7 +207,7 @@ class PromptEngine(StageEngine):
     def _report(self, waiting: _Waiting, future: Future[Processed]) -> None:
         """Runs on a thread."""
         self._ready.put((waiting, future))
-        self._wake()
+        self.wake()
 
     def _events(self, waiting: _Waiting, result: Callable[[], Processed]) -> list[EngineEvent]:
         """What a prompt became: its output, or the error that `result` raises."""

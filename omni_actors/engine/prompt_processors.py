@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import numpy as np
@@ -143,13 +143,6 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-class Template(Protocol):
-    """Writes the text of a prompt."""
-
-    def render(self, prompt: Prompt) -> str:
-        """The prompt as text, with one placeholder per medium. Raises `InvalidRequest` for what has no place there."""
-
-
 class TextPromptProcessor:
     """Turns a prompt into token ids.
 
@@ -159,6 +152,8 @@ class TextPromptProcessor:
 
     Args:
         config: of the stage that takes the result.
+        write: writes the text of a prompt, with one placeholder per medium. Raises `InvalidRequest` for what has no
+            place there.
         limits: for media.
         max_media: how many media a prompt may have, by modality.
     """
@@ -167,10 +162,14 @@ class TextPromptProcessor:
     hearing: HearingAbility | None = None
 
     def __init__(
-        self, config: VllmConfig, tokenizer: Any, template: Template, limits: MediaLimits, max_media: Mapping[str, int]
+        self,
+        config: VllmConfig,
+        tokenizer: Any,
+        write: Callable[[Prompt], str],
+        limits: MediaLimits,
+        max_media: Mapping[str, int],
     ) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
+        self._tokenizer, self._write = tokenizer, write
         self._vocabulary: int = config.model_config.get_vocab_size()
         self.embeds_width = embeds_width(config.model_config)
         self.max_tokens: int = config.model_config.max_model_len - 1  # leaves room for one token of reply
@@ -184,7 +183,7 @@ class TextPromptProcessor:
         model = arguments.model_config
         tokenizer = cached_tokenizer_from_config(config.model_config)
         template = ChatTemplate(tokenizer, model.tool_call_parser, model.tool_chat_template, text_only=True)
-        return cls(config, tokenizer, template, limits, dict.fromkeys(MEDIA_MODALITIES, 0))
+        return cls(config, tokenizer, template.render, limits, dict.fromkeys(MEDIA_MODALITIES, 0))
 
     def shutdown(self) -> None:
         """End what it has started: nothing."""
@@ -257,7 +256,7 @@ class TextPromptProcessor:
         if prompt.token_ids:
             token_ids = unpack_token_ids(prompt.token_ids)
         else:  # the template has written the special tokens
-            token_ids = self._tokenizer(self._template.render(prompt), add_special_tokens=False)["input_ids"]
+            token_ids = self._tokenizer(self._write(prompt), add_special_tokens=False)["input_ids"]
         self._check_length(len(token_ids))
         return token_ids
 
@@ -297,9 +296,14 @@ class PromptProcessor(TextPromptProcessor):
         limits: for media; the length of audio is lowered to the limit of the model's feature extractor.
         media: what the model says of its media.
 
+    Attributes:
+        text_only: see `ChatTemplate`.
+
     Raises:
         ConfigError: the model has no processor for media.
     """
+
+    text_only: ClassVar[bool] = False
 
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits, media: PromptMedia) -> None:
         self._input_processor = InputProcessor(config)
@@ -309,11 +313,13 @@ class PromptProcessor(TextPromptProcessor):
         self._info = self.renderer.get_mm_processor().info
         self.processor = self._info.get_hf_processor()
         model = arguments.model_config
-        template = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template)
+        self._chat = ChatTemplate(
+            self.processor, model.tool_call_parser, model.tool_chat_template, text_only=self.text_only
+        )
         limits = dataclasses.replace(limits, audio_seconds=self._longest_sound(limits, config))
         allowed = self._info.allowed_mm_limits
         most = {modality: allowed.get(modality, 0) for modality in MEDIA_MODALITIES}
-        super().__init__(config, self.processor.tokenizer, template, limits, most)
+        super().__init__(config, self.processor.tokenizer, self.render, limits, most)
         self.placeholders: dict[str, int] = {
             modality: self._tokenizer.convert_tokens_to_ids(getattr(self.processor, f"{modality}_token"))
             for modality in allowed
@@ -329,6 +335,10 @@ class PromptProcessor(TextPromptProcessor):
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
         """The longest sound in seconds: what the model's feature extractor takes, within the limits."""
         return min(limits.audio_seconds, float(self.processor.feature_extractor.chunk_length))
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt as text, by the chat template. Raises `InvalidRequest` for what has no place there."""
+        return self._chat.render(prompt)
 
     def shutdown(self) -> None:
         """End the renderer's threads."""

@@ -212,18 +212,16 @@ class GrammarCompiler:
 
     Args:
         prepare: vLLM's `preprocess_add_request`, which starts the compilation.
+        wake: called whenever a compilation ends, on some thread.
     """
 
-    def __init__(self, vllm_config: VllmConfig, prepare: Callable[[EngineCoreRequest], Prepared]) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, prepare: Callable[[EngineCoreRequest], Prepared], wake: Callable[[], None]
+    ) -> None:
         self._config = vllm_config
-        self._prepare = prepare
+        self._prepare, self._wake = prepare, wake
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars", initializer=_yield_to_all)
         self._ended: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
-        self._wake: Callable[[], None] = lambda: None
-
-    def on_progress(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called whenever a compilation ends, on some thread."""
-        self._wake = wake
 
     def start(self, request: EngineCoreRequest, work: Callable[[], None] | None = None) -> None:
         """Do the work, check and compile; `take` returns the result."""

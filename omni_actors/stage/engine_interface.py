@@ -212,6 +212,8 @@ class StageEngine(ABC):
     engine is lost; for a single request it reports an `ErrorEvent`.
     """
 
+    wake: Callable[[], None] = staticmethod(lambda: None)
+
     @classmethod
     def check_options(cls, stage: StageConfig) -> bool:
         """Check the stage's `engine` mapping without making an engine; `omni-actors check` calls this.
@@ -269,8 +271,9 @@ class StageEngine(ABC):
         """Whether work goes on outside `step`, after which the engine is runnable without further input."""
         return False
 
-    def on_progress(self, wake: Callable[[], None]) -> None:  # noqa: B027 - not every engine has work outside `step`
-        """Take a function that ends the loop's sleep, for work outside `step`. Any thread may call it."""
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """Take a function that ends the loop's sleep, for work outside `step`: `wake`. Any thread may call it."""
+        self.wake = wake
 
     def waits_for_input(self, request_id: str) -> bool:
         """Whether a started request goes on only when `extend` brings more of its input."""

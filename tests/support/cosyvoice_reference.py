@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, Qwen2Config, Qwen2Model
 
-from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
+from omni_actors.engine.models.s3_vocoder.hift import OverlapHift
 from omni_actors.engine.models.s3_vocoder.runner import SEED
 from omni_actors.engine.models.s3_vocoder.unet import UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice, VoiceEncoder

@@ -275,7 +275,7 @@ def test_grammars_are_compiled_at_the_lowest_priority_and_so_is_what_their_threa
     config: Any = None  # of no request with a grammar
     request: Any = type("Request", (), {"sampling_params": type("Params", (), {"structured_outputs": None})})
     prepared: Any = type("Prepared", (), {"structured_output_request": None})
-    compiler = GrammarCompiler(config, lambda _: (prepared, 0))
+    compiler = GrammarCompiler(config, lambda _: (prepared, 0), lambda: None)
     compiler.start(request, work)
     (done,) = compiler.take(10)
     compiler.close()

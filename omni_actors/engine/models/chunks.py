@@ -171,12 +171,7 @@ class VocoderRunner(DiffusionModelRunner):
             # The worker forbids TF32 for every model; this one, alone in its process, may allow it.
             torch.backends.cudnn.allow_tf32 = self.precision != "float32"
             torch.backends.cuda.matmul.allow_tf32 = self.precision != "float32"
-        self._requests: dict[str, Any] = {}
         self._carries: weakref.WeakSet[Any] = weakref.WeakSet()  # of all streams; counted, so that a leak shows
-
-    def remove(self, request_id: str) -> None:
-        """Free a chunk. Unknown ids are ignored."""
-        self._requests.pop(request_id, None)
 
     def rehearse(self, stream: DiffusionStream) -> Iterator[DiffusionJob]:
         """Decode a stream as the request `WARM_UP`; each chunk is given out before it is computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,16 @@ from vllm.model_executor.models.interfaces import SupportsMRoPE
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.sampling_params import SamplingParams
 from vllm.sequence import IntermediateTensors
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from omni_actors.engine.adapter import Admission, AutoregressiveAdapter, RequestOutputs
 from omni_actors.engine.core import make_request
-from omni_actors.engine.rows import to_torch
+from omni_actors.engine.rows import check_rows, to_torch
 from omni_actors.engine.sampling import make_sampling_params
 from omni_actors.engine.scheduler import RowStream, RowUpdate
 from omni_actors.engine.workers.runner import StreamedInputState, payload_of
@@ -196,11 +199,13 @@ class TalkerState(DefaultModelState, StreamedInputState):
 
     Attributes:
         payload_class: of the requests; those of vLLM's own warm-up carry none.
+        pad: the piece that follows the end of a text.
     """
 
     supports_prompt_embeds = True
     dtype: torch.dtype  # declared as a name, too; vLLM has resolved it
     payload_class: ClassVar[type]
+    pad: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -240,6 +245,67 @@ class TalkerState(DefaultModelState, StreamedInputState):
     def drop_request(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._speeches.pop(request_id, None)
+
+    # -- before the model
+
+    def code_inputs(self, *step: Any) -> torch.Tensor:
+        """The embeddings of the codes of a step [tokens, width], or where `put_codes` puts them; by default vLLM's."""
+        return super().prepare_inputs_embeds(*step)
+
+    def put_codes(self, inputs: torch.Tensor, speech: Any, first: int, slot: int, ids: torch.Tensor) -> None:
+        """Put the embeddings of what a request has spoken where they go; by default they are there.
+
+        Args:
+            inputs: [codes, width].
+            first: number of the first of the codes.
+            slot: of the request.
+            ids: [codes].
+        """
+
+    @abstractmethod
+    def last_codes(self, batch: InputBatch) -> torch.Tensor:
+        """The embeddings [requests, width] of the last code, or frame, of each request of a batch."""
+
+    @abstractmethod
+    def text_rows(self, pieces: Sequence[Any]) -> torch.Tensor:
+        """What pieces of text add [pieces, width], or [width] if it is the same for all; on the device."""
+
+    def prepare_inputs_embeds(
+        self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
+    ) -> torch.Tensor:
+        """The inputs of a step's positions [tokens, width]: rows of prompts, then embeddings of codes plus text."""
+        count = input_batch.num_reqs
+        speeches: list[Any] = [self._speeches.get(request_id) for request_id in input_batch.req_ids]
+        starts = input_batch.num_computed_tokens_np[:count].tolist()
+        pieces: list[Any] = []
+        if not input_batch.has_prefill and all(speeches):  # the usual step, in as few launches as possible
+            for speech, start in zip(speeches, starts, strict=True):
+                pieces.append(speech.at(start - speech.length, self.pad))
+            torch.add(self.last_codes(input_batch), self.text_rows(pieces), out=self.inputs_embeds[:count])
+            return self.inputs_embeds[: input_batch.num_tokens_after_padding]
+        inputs = self.code_inputs(scheduled_encoder_inputs, input_batch, req_states)
+        offsets = input_batch.query_start_loc_np[: count + 1].tolist()
+        places: list[int] = []
+        for index, speech in enumerate(speeches):
+            if speech is None:
+                continue
+            start, row, last = starts[index], offsets[index], offsets[index + 1]
+            if speech.prompt is not None and start < speech.length:
+                rows = speech.prompt[start : start + last - row]
+                inputs[row : row + len(rows)] = rows
+                start, row = start + len(rows), row + len(rows)
+            first = start - speech.length
+            if row < last:
+                slot = int(input_batch.idx_mapping_np[index])
+                self.put_codes(inputs[row:last], speech, first, slot, input_batch.input_ids[row:last])
+                pieces += [speech.at(first + place, self.pad) for place in range(last - row)]
+                places += range(row, last)
+            if first >= 0:
+                speech.prompt = None
+        if pieces:
+            on_device = async_tensor_h2d(places, device=self.device, dtype=torch.int64)
+            inputs.index_add_(0, on_device, self.text_rows(pieces).expand(len(pieces), -1))
+        return inputs
 
     def omni_counts(self) -> dict[str, int]:
         """Requests that speak, and pieces of text held for them."""
@@ -308,9 +374,21 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
 
     Attributes:
         end_token_ids: codes that end the speech. A request that ignores them never draws one, since none has a sound.
+        row_width: of the thinker's rows, where it takes any.
     """
 
     end_token_ids: frozenset[int]
+    row_width: int
+
+    def read_rows(self, rows: HostTensor, name: str = "rows", *, minimum: int = 0) -> torch.Tensor:
+        """Rows [n, row_width] on the CPU in the model's dtype. Raises `InvalidPayload`."""
+        check_rows(rows, self.row_width, name, minimum=minimum)
+        return to_torch(rows, name).to(self.model_dtype)
+
+    def check_names(self, tensors: Mapping[str, HostTensor], known: Iterable[str]) -> None:
+        """Raise `InvalidPayload` if one of the tensors is not among the known ones."""
+        if foreign := sorted(tensors.keys() - set(known)):
+            raise InvalidPayload(f"The talker takes no tensors named {foreign}.")
 
     def sampling_of(
         self, request: StageRequest, params: StageParams | None = None, payload: Any = None
@@ -366,20 +444,39 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
 
 
 class CodeOutputs(RequestOutputs):
-    """Codes of one request as a stream, in events of several: one a token would cost more time than to make it."""
+    """Codes of one request as a stream, in events of several: one a token would cost more time than to make it.
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._sent = 0
+    Args:
+        blocks: frames in the first event, the second, and so on.
+    """
+
+    def __init__(self, request_id: str, blocks: Sequence[int]) -> None:
+        self._request_id, self._blocks = request_id, blocks
+        self._events = self._sent = 0  # events and codes
         self._generated = 0  # since the last event, with tokens that are no sound
+        self._held: list[list[int]] = []
+        self._lead: list[int] = []
 
-    def event(self, codes: Sequence[int], *, final: bool, unheard: int = 0) -> StreamEvent:
-        """The next codes, of which the first may be only what the others continue."""
+    def lead(self, codes: list[int]) -> None:
+        """Set codes of frames that go before those of the speech, and are not to be heard."""
+        self._lead = codes
+
+    def grouped(self, output: EngineCoreOutput, frames: Iterable[list[int]], *, final: bool) -> Sequence[EngineEvent]:
+        """An event once there are enough frames, with these; and the rest with the last."""
+        self._generated += len(output.new_token_ids)
+        self._held += frames
+        if len(self._held) < self._blocks[min(self._events, len(self._blocks) - 1)] and not final:
+            return ()
+        lead = self._lead if self._held else []
+        codes = [*lead, *itertools.chain.from_iterable(self._held)]
+        scalars = {UNHEARD: len(lead)} if lead else {}
         start, generated = self._sent, self._generated
-        self._sent, self._generated = start + len(codes), 0
-        scalars = {UNHEARD: unheard} if unheard else {}
-        return StreamEvent(
-            self._request_id, token_ids=codes, start=start, scalars=scalars, final=final, generated=generated
+        self._lead, self._held, self._generated = [], [], 0
+        self._events, self._sent = self._events + 1, start + len(codes)
+        return (
+            StreamEvent(
+                self._request_id, token_ids=codes, start=start, scalars=scalars, final=final, generated=generated
+            ),
         )
 
 
@@ -393,9 +490,8 @@ class CodecOutputs(CodeOutputs):
     """
 
     def __init__(self, request_id: str, end_token_ids: frozenset[int], block: int) -> None:
-        super().__init__(request_id)
-        self._end_token_ids, self._block = end_token_ids, block
-        self._held: list[int] = []
+        super().__init__(request_id, (block,))
+        self._end_token_ids = end_token_ids
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """One event per block of codec tokens, and the rest with the last; an end token is left out."""
@@ -403,12 +499,7 @@ class CodecOutputs(CodeOutputs):
 
     def collect(self, output: EngineCoreOutput, *, final: bool) -> Sequence[EngineEvent]:
         """See `convert`; `final` says whether this is the last of them."""
-        tokens = list(output.new_token_ids)
-        self._generated += len(tokens)
-        if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1] in self._end_token_ids:
+        tokens = [[token] for token in output.new_token_ids]
+        if output.finish_reason is VllmFinishReason.STOP and tokens and tokens[-1][0] in self._end_token_ids:
             tokens.pop()
-        self._held += tokens
-        if len(self._held) < self._block and not final:
-            return ()
-        held, self._held = self._held, []
-        return (self.event(held, final=final),)
+        return self.grouped(output, tokens, final=final)

@@ -37,31 +37,17 @@ class FrameOutputs(CodeOutputs):
     """
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(request_id)
-        self._events = 0
-        self._held: list[list[int]] = []
-        self._lead: list[int] = []
-
-    def lead(self, codes: list[int]) -> None:
-        """Set codes of frames that go before those of the speech, and are not to be heard."""
-        self._lead = codes
+        super().__init__(request_id, FRAMES_PER_EVENT)
 
     def convert(self, output: EngineCoreOutput) -> Sequence[EngineEvent]:
         """An event for every group of frames, and the rest with the last."""
-        finished = output.finish_reason is not None
-        self._generated += len(output.new_token_ids)
+        frames, finished = [], output.finish_reason is not None
         if output.new_token_ids and not finished:
             frame = attachment_of(output).get("codes")
             if frame is None or frame[0] != output.new_token_ids[-1]:
                 raise EngineError(f"The frame of code {output.new_token_ids[-1]} is missing.")
-            self._held.append(frame)
-        if len(self._held) < FRAMES_PER_EVENT[min(self._events, len(FRAMES_PER_EVENT) - 1)] and not finished:
-            return ()
-        lead = self._lead if self._held else []
-        codes = [*lead, *(code for frame in self._held for code in frame)]
-        self._lead, self._held = [], []
-        self._events += 1
-        return (self.event(codes, final=finished, unheard=len(lead)),)
+            frames.append(frame)
+        return self.grouped(output, frames, final=finished)
 
 
 class FrameTalkerAdapter(CodeTalkerAdapter):
@@ -206,6 +192,7 @@ class FrameTalkerState(TalkerState, EmittingState):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         slots, width = self.max_num_reqs, self.model.config.hidden_size
+        self.pad = self.model.config.text_pad
         self._sums = torch.zeros(slots, width, dtype=self.dtype, device=self.device)
         self._seeds = torch.zeros(slots, dtype=torch.int64, device=self.device)
         self._greedy = torch.zeros(slots, dtype=torch.bool, device=self.device)
@@ -263,47 +250,26 @@ class FrameTalkerState(TalkerState, EmittingState):
 
     # -- before the model
 
-    def prepare_inputs_embeds(
-        self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
-    ) -> torch.Tensor:
-        """The inputs of the step's positions [tokens of the step, width]."""
-        count = input_batch.num_reqs
-        starts = input_batch.num_computed_tokens_np[:count].tolist()
-        offsets = input_batch.query_start_loc_np[: count + 1].tolist()
-        embeddings = self.inputs_embeds
-        one_each = offsets[-1] == count  # the usual step: every request feeds its last frame
-        if one_each:
-            torch.index_select(self._sums, 0, input_batch.idx_mapping[:count].long(), out=embeddings[:count])
-        pad: int = self.model.config.text_pad
-        texts: list[int] = []
-        places: list[int] = []
-        for index, request_id in enumerate(input_batch.req_ids):
-            speech = self._speeches.get(request_id)
-            if speech is None:
-                continue
-            start, row, last = starts[index], offsets[index], offsets[index + 1]
-            end = start + last - row
-            if speech.prompt is not None and start < speech.length:
-                rows = speech.prompt[start:end]
-                embeddings[row : row + len(rows)] = rows
-                start, row = start + len(rows), row + len(rows)
-            if start == end:
-                continue
-            if not (speech.summed and end - start == 1):
-                frames = torch.stack(speech.frames[start - speech.length : end - speech.length])
-                first = self.model.embed_input_ids(input_batch.input_ids[row:last])
-                embeddings[row:last] = self.model.code_predictor.embed(frames, first)
-            elif not one_each:
-                embeddings[row] = self._sums[int(input_batch.idx_mapping_np[index])]
-            texts += [speech.at(index, pad) for index in range(start - speech.length, end - speech.length)]
-            places += range(row, last)
-        if texts:
-            rows = self.model.text_table[async_tensor_h2d(texts, device=self.device, dtype=torch.int64)]
-            if len(texts) == offsets[-1]:
-                embeddings[: offsets[-1]] += rows
-            else:
-                embeddings.index_add_(0, async_tensor_h2d(places, device=self.device, dtype=torch.int64), rows)
-        return embeddings[: input_batch.num_tokens_after_padding]
+    def code_inputs(self, *step: Any) -> torch.Tensor:
+        """See `TalkerState`."""
+        _, batch, _ = step
+        return self.inputs_embeds[: batch.num_tokens_after_padding]
+
+    def put_codes(self, inputs: torch.Tensor, speech: _Speech, first: int, slot: int, ids: torch.Tensor) -> None:
+        """See `TalkerState`."""
+        if speech.summed and len(inputs) == 1:
+            inputs[0] = self._sums[slot]
+        else:
+            frames = torch.stack(speech.frames[first : first + len(inputs)])
+            inputs.copy_(self.model.code_predictor.embed(frames, self.model.embed_input_ids(ids)))
+
+    def last_codes(self, batch: InputBatch) -> torch.Tensor:
+        """See `TalkerState`."""
+        return torch.index_select(self._sums, 0, batch.idx_mapping[: batch.num_reqs].long())
+
+    def text_rows(self, pieces: Sequence[int]) -> torch.Tensor:
+        """See `TalkerState`."""
+        return self.model.text_table[async_tensor_h2d(list(pieces), device=self.device, dtype=torch.int64)]
 
     # -- after sampling
 
@@ -315,7 +281,6 @@ class FrameTalkerState(TalkerState, EmittingState):
         for index, request_id in enumerate(batch.req_ids):
             speech = self._speeches.get(request_id)
             if speech is not None and ends[index] >= batch.prefill_len_np[index]:  # else more of its prompt follows
-                speech.prompt = None
                 complete[index] = speech
         if not complete:
             return None

@@ -8,7 +8,7 @@ inspected.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -59,51 +59,22 @@ def placeholder_overrides(part: str, max_steps: int) -> Overrides:
     return override
 
 
-def vocoder_spec(
-    runner: str,
-    part: str,
-    max_steps: int,
-    most: int = 16,
-    params: StageParams = StageParams(),  # noqa: B008 - immutable
-) -> ModelSpec:
-    """The spec of a stage that turns codes into sound.
-
-    Args:
-        runner: its class path.
-        part: see `placeholder_overrides`; so is `max_steps`.
-        most: requests at a time.
-        params: see `ModelSpec`.
-    """
-    required = {"max_num_batched_tokens": max_steps + 1, "dtype": "float32", "enforce_eager": True}
-    return _spec(runner, part, max_steps, {"max_num_seqs": most}, required, params)
-
-
-def picture_spec(
+def diffusion_spec(
     runner: type,
     part: str,
     max_steps: int,
     engine: Mapping[str, Any],
     *,
-    compiled: bool = False,
     params: StageParams = StageParams(),  # noqa: B008 - immutable
+    folder: str = "",
+    required: Mapping[str, Any] = MappingProxyType({"enforce_eager": True}),
 ) -> ModelSpec:
-    """The spec of a stage that a `DiffusionModelRunner` computes, of a checkpoint with a folder for each part.
+    """The spec of a stage that a `DiffusionModelRunner` computes; for the other arguments see `ModelSpec`.
 
     Args:
         runner: its class.
-        part: see `placeholder_overrides`; of the text encoder's configuration. So is `max_steps`.
-        engine: see `ModelSpec`; so is `params`.
-        compiled: whether `enforce_eager` has a meaning for it.
+        part: see `placeholder_overrides`; so is `max_steps`.
     """
-    eager = {} if compiled else {"enforce_eager": True}
-    path = f"{runner.__module__}.{runner.__qualname__}"
-    spec = _spec(path, part, max_steps, {"dtype": "bfloat16", **engine}, eager, params)
-    return replace(spec, folder="text_encoder")
-
-
-def _spec(
-    runner: str, part: str, max_steps: int, engine: Mapping[str, Any], required: Mapping[str, Any], params: StageParams
-) -> ModelSpec:
     return ModelSpec(
         kind="diffusion",
         hf_overrides=placeholder_overrides(part, max_steps),
@@ -111,5 +82,16 @@ def _spec(
         engine=engine,
         required={"max_model_len": max_steps + 1, "skip_tokenizer_init": True, **required},
         params=params,
-        runner=runner,
+        runner=f"{runner.__module__}.{runner.__qualname__}",
+        folder=folder,
     )
+
+
+# Far more than the one of a request: vLLM takes no more requests at a time than it has tokens.
+MAX_STEPS = 1023
+
+
+def vocoder_spec(runner: type, part: str, max_steps: int = MAX_STEPS, most: int = 16, **options: Any) -> ModelSpec:
+    """The spec of a stage that turns codes into sound, for `most` requests at a time; see `diffusion_spec`."""
+    required = {"max_num_batched_tokens": max_steps + 1, "dtype": "float32", "enforce_eager": True}
+    return diffusion_spec(runner, part, max_steps, {"max_num_seqs": most}, required=required, **options)

@@ -211,11 +211,15 @@ class DiffusionModelRunner(OmniRunnerBase):
     Args:
         vllm_config: the stage's configuration; `model_config.model` names the checkpoint.
         device: where the model and the latents live.
+
+    Attributes:
+        held: what `take` gave for each job, by its id, from `add` to `remove`.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = vllm_config
         self.device = device
+        self.held: dict[str, Any] = {}
 
     @property
     @abstractmethod
@@ -234,13 +238,17 @@ class DiffusionModelRunner(OmniRunnerBase):
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check a request and its first input. Raises `OmniError`; keeps no state."""
 
-    @abstractmethod
-    def add(self, request_id: str, job: DiffusionJob) -> None:
-        """Allocate a job's device memory."""
+    def take(self, job: DiffusionJob) -> Any:
+        """Allocate a job's device memory; by default its payload is all that is needed."""
+        return job.payload
 
-    @abstractmethod
+    def add(self, request_id: str, job: DiffusionJob) -> None:
+        """Take a job."""
+        self.held[request_id] = self.take(job)
+
     def remove(self, request_id: str) -> None:
         """Free a job's device memory. Idempotent; ignores unknown ids."""
+        self.held.pop(request_id, None)
 
     @abstractmethod
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:

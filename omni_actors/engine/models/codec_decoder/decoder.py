@@ -164,7 +164,7 @@ def sizes_of(config: Qwen3OmniMoeCode2WavConfig, trims_start: bool, sample_rate:
     ratio, rates = math.prod(config.upsampling_ratios), config.upsample_rates  # of frames, and then of convolutions
 
     def samples(frames: int) -> int:
-        length = frames * ratio
+        length: int = frames * ratio
         for rate in rates:
             length = max(0, length - trims_start) * rate
         return length

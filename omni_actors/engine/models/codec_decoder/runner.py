@@ -16,7 +16,7 @@ from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStre
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.diffusers_layout import fill, same_everywhere
 from omni_actors.engine.rows import moved
-from omni_actors.engine.workers.diffusion import DiffusionJob, StepResult
+from omni_actors.engine.workers.diffusion import StepResult
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.messages import UNHEARD
 from omni_actors.protocol.payloads import StageParams
@@ -127,9 +127,6 @@ def batch_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
-MAX_STEPS = 1023  # far more than the one of a request: vLLM takes no more requests at a time than it has tokens
-
-
 class ChunkRunner(VocoderRunner):
     """Frames of codes to a waveform, f32 [samples]. A subclass loads the decoder.
 
@@ -194,15 +191,11 @@ class ChunkRunner(VocoderRunner):
             raise InvalidPayload(f"{UNHEARD}: must be the number of codes in whole frames of {width}; got {unheard!r}.")
         return unheard
 
-    def add(self, request_id: str, job: DiffusionJob) -> None:
-        """Take a chunk; it comes to the device with its step."""
-        self._requests[request_id] = job.payload
-
     def omni_counts(self) -> dict[str, int]:
         """Chunks that have not ended, and the states that are held with their bytes."""
         held = [carry.state for carry in self._carries if carry.state is not None]
         return {
-            "chunks": len(self._requests),
+            "chunks": len(self.held),
             "carried": len(held),
             "allocated_bytes": sum(tensor.untyped_storage().nbytes() for state in held for tensor in state),
         }
@@ -212,18 +205,18 @@ class ChunkRunner(VocoderRunner):
         """Decode these chunks to waveforms f32 [samples]."""
         alike: dict[Hashable, list[str]] = defaultdict(list)
         for request_id in request_ids:
-            chunk = self._requests[request_id]
+            chunk = self.held[request_id]
             if chunk.frames:
                 alike[self.batches.alike(chunk)].append(request_id)
         waveforms: dict[str, torch.Tensor] = {}
         states: dict[str, Sequence[torch.Tensor] | None] = {}
         for members in alike.values():
-            samples, after = self.batches.decode([self._requests[request_id] for request_id in members])
+            samples, after = self.batches.decode([self.held[request_id] for request_id in members])
             waveforms.update(zip(members, samples, strict=True))
             states.update(zip(members, after, strict=True))
         # Nothing may fail from here on: a raised error means that no request has advanced.
         for request_id in request_ids:
-            chunk = self._requests[request_id]
+            chunk = self.held[request_id]
             chunk.carry.state = None if chunk.last else states[request_id]
         heard = {request_id for request_id, waveform in waveforms.items() if waveform.numel()}
         return {

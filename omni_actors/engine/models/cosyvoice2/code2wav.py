@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from omni_actors.engine.models.chunks import ChunkPolicy
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS
 from omni_actors.engine.models.cosyvoice2.talker import LAYERS, TOKENIZER, recordings
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.s3_vocoder.runner import S3Runner
@@ -28,7 +26,4 @@ class CosyVoice2Code2Wav(S3Runner):
         return recordings(self.folder())
 
 
-SPEC = replace(
-    vocoder_spec("omni_actors.engine.models.cosyvoice2.code2wav.CosyVoice2Code2Wav", "intermediate_size", MAX_STEPS),
-    folder=LAYERS,
-)
+SPEC = vocoder_spec(CosyVoice2Code2Wav, "intermediate_size", folder=LAYERS)

@@ -17,8 +17,8 @@ from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.diffusers_layout import same_everywhere
 from omni_actors.engine.models.flux2 import MAX_TOKENS
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
-from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, OneStepStage
-from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, TEXT_ENCODER, OneStepStage
+from omni_actors.engine.models.placeholder import diffusion_spec
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
 from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
@@ -103,6 +103,10 @@ class Flux2TextEncoder(OneStepStage):
         return torch.cat([states[layer][0] for layer in LAYERS], -1)
 
 
-SPEC = picture_spec(
-    Flux2TextEncoder, "num_key_value_heads", MAX_STEPS, {"max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS}
+SPEC = diffusion_spec(
+    Flux2TextEncoder,
+    "num_key_value_heads",
+    MAX_STEPS,
+    {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
+    folder=TEXT_ENCODER,
 )

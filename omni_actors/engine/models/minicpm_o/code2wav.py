@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS
 from omni_actors.engine.models.diffusers_layout import checkpoint_folder
 from omni_actors.engine.models.minicpm_o import config  # noqa: F401 - registers the configuration
 from omni_actors.engine.models.placeholder import vocoder_spec
@@ -27,4 +26,4 @@ class MiniCpmOCode2Wav(S3Runner):
         return {path.stem: path for path in sorted((checkpoint_folder(self.model_name) / ASSETS).glob("*.wav"))}
 
 
-SPEC = vocoder_spec("omni_actors.engine.models.minicpm_o.code2wav.MiniCpmOCode2Wav", "tts_config", MAX_STEPS)
+SPEC = vocoder_spec(MiniCpmOCode2Wav, "tts_config")

@@ -51,7 +51,7 @@ from omni_actors.engine.models.minicpm_o.pictures import (
     slices_of,
     whole_of,
 )
-from omni_actors.engine.prompt_processors import ChatTemplate, DecodedMedia, PromptProcessor
+from omni_actors.engine.prompt_processors import DecodedMedia, PromptProcessor
 from omni_actors.media.limits import AUDIO_RATE, MediaLimits
 from omni_actors.protocol.payloads import ContentPart, Prompt
 
@@ -250,18 +250,23 @@ class MarkedMedia(BaseMultiModalProcessor[Info]):
         return PromptUpdateDetails.select_token_id(token_ids, *self._ids(PLACE))
 
 
-class MarkedTemplate:
-    """The checkpoint's chat template, which takes texts.
+MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, audio_embeddings)
 
-    A medium is a line of its own, as in the model's `chat`; in a message with a video nothing is between the parts, as
-    there with `omni_mode`.
-    """
 
-    def __init__(self, chat: ChatTemplate) -> None:
-        self._chat = chat
+class Prompts(PromptProcessor):
+    """Turns texts and media into token ids and encoded features; the checkpoint's chat template takes texts."""
+
+    text_only = True
+
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+        super().__init__(arguments, config, limits, MEDIA)
 
     def render(self, prompt: Prompt) -> str:
-        """The prompt as text, with one placeholder per medium."""
+        """The prompt as text, with one placeholder per medium.
+
+        A medium is a line of its own, as in the model's `chat`; in a message with a video nothing is between the parts,
+        as there with `omni_mode`.
+        """
         messages = []
         for message in prompt.messages:
             kinds = [None if part.media is None else prompt.media[part.media].modality for part in message.content]
@@ -271,20 +276,7 @@ class MarkedTemplate:
             ]
             content = tuple(ContentPart(text=text) for text in (["".join(texts)] if "video" in kinds else texts))
             messages.append(msgspec.structs.replace(message, content=content))
-        return self._chat.render(msgspec.structs.replace(prompt, messages=tuple(messages)))
-
-
-MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, audio_embeddings)
-
-
-class Prompts(PromptProcessor):
-    """Turns texts and media into token ids and encoded features."""
-
-    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
-        super().__init__(arguments, config, limits, MEDIA)
-        model = arguments.model_config
-        chat = ChatTemplate(self.processor, model.tool_call_parser, model.tool_chat_template, text_only=True)
-        self._template = MarkedTemplate(chat)
+        return super().render(msgspec.structs.replace(prompt, messages=tuple(messages)))
 
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
         return min(limits.audio_seconds, LONGEST_SECONDS)

@@ -23,10 +23,9 @@ from omni_actors.engine.models import ModelSpec, SpeechLimit
 from omni_actors.engine.models.code_talker import CodecOutputs, CodeTalker, CodeTalkerAdapter
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.minicpm_o.config import speech_part
-from omni_actors.engine.rows import check_rows, to_host, to_torch
+from omni_actors.engine.rows import to_host
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload
-from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest
 
@@ -163,6 +162,7 @@ class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.vllm_config.model_config.hf_config
+        self.row_width = config.hidden_size
         self.end_token_ids = frozenset({self.vocabulary - 1})
         self.marks, self.codes = torch.zeros(2, config.hidden_size), torch.zeros(self.vocabulary, config.hidden_size)
         if self.vllm_config.load_config.load_format != "dummy":
@@ -174,8 +174,7 @@ class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
 
     def admit(self, request: StageRequest, inputs: StageInputs) -> Admission:
         """Check the first rows of an answer. Raises `OmniError`."""
-        if foreign := sorted(inputs.tensors.keys() - set(ROWS)):
-            raise InvalidPayload(f"The talker takes no tensors named {foreign}.")
+        self.check_names(inputs.tensors, ROWS)
         outputs = SpokenParts(request, self)
         for name in ROWS:
             if name in inputs.tensors:
@@ -188,14 +187,9 @@ class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
         core_request, stream = first
         return Admission(core_request, outputs, stream)
 
-    def read_rows(self, rows: HostTensor) -> torch.Tensor:
-        """Rows [n, width] on the CPU in the model's dtype. Raises `InvalidPayload`."""
-        check_rows(rows, self.marks.shape[1], "rows")
-        return to_torch(rows).to(self.model_dtype)
-
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` tokens."""
-        return StageInputs(tensors={ROWS[0]: to_host(torch.zeros(length, self.marks.shape[1], dtype=self.model_dtype))})
+        return StageInputs(tensors={ROWS[0]: to_host(torch.zeros(length, self.row_width, dtype=self.model_dtype))})
 
 
 SPEC = ModelSpec(

@@ -76,8 +76,6 @@ class DenoisingStage(DiffusionModelRunner):
         if self._adapters and not self.adaptable:
             raise ConfigError("This model takes no LoRA adapters.", hint="Remove `adapters`.")
         self._compiled = device.type == "cuda" and not vllm_config.model_config.enforce_eager
-        self._pictures: dict[str, Picture] = {}
-        self._preparations: dict[str, Callable[[], None]] = {}
 
     # -- the model's
 
@@ -245,32 +243,28 @@ class DenoisingStage(DiffusionModelRunner):
         )
         return self.stream(spec, sum(map(len, spec.conditions)))
 
-    def add(self, request_id: str, job: DiffusionJob) -> None:
+    def take(self, job: DiffusionJob) -> Picture | Callable[[], None]:
         """Bring a picture's noise to the device, and what its conditions contribute, as far as it is not there."""
-        if isinstance(job.payload, PictureSpec):
-            self._pictures[request_id] = self.denoiser.begin(job.payload)
-        else:
-            self._preparations[request_id] = job.payload
+        given: PictureSpec | Callable[[], None] = job.payload
+        return self.denoiser.begin(given) if isinstance(given, PictureSpec) else given
 
     def remove(self, request_id: str) -> None:
         """Free a picture's latents and conditions. Unknown ids are ignored."""
-        self._preparations.pop(request_id, None)
-        if self._pictures.pop(request_id, None) is not None:
+        if isinstance(self.held.pop(request_id, None), Picture):
             self.denoiser.forget()
 
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         """Take these pictures a step further; the latents of those that are done come with it."""
+        moving: dict[str, Picture] = {}
         for key in request_ids:
-            if prepare := self._preparations.get(key):
-                prepare()
-        moving = [
-            key
-            for key in request_ids
-            if key in self._pictures and self._pictures[key].done < self._pictures[key].spec.num_steps
-        ]
+            match self.held[key]:
+                case Picture() as picture:
+                    moving |= {key: picture} if picture.done < picture.spec.num_steps else {}
+                case prepare:
+                    prepare()
         results = dict.fromkeys(request_ids, StepResult())
-        for key, preview in zip(moving, self.denoiser.step([self._pictures[key] for key in moving]), strict=True):
-            picture = self._pictures[key]
+        previews = self.denoiser.step(list(moving.values()))
+        for (key, picture), preview in zip(moving.items(), previews, strict=True):
             if picture.done == picture.spec.num_steps:
                 results[key] = StepResult({"latents": self.denoiser.latents(picture)})
             elif preview is not None:
@@ -279,7 +273,7 @@ class DenoisingStage(DiffusionModelRunner):
 
     def omni_counts(self) -> dict[str, int]:
         """Pictures in progress."""
-        return {"latents": len(self._pictures)}
+        return {"latents": sum(isinstance(job, Picture) for job in self.held.values())}
 
 
 def read_finite(given: HostTensor, name: str) -> torch.Tensor:

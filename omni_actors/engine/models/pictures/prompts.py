@@ -30,7 +30,7 @@ class PicturePrompts(TextPromptProcessor):
 
     def __init__(self, _arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         allowed = {"image": MAX_REFERENCES, "audio": 0, "video": 0}
-        super().__init__(config, cached_tokenizer_from_config(config.model_config), self, limits, allowed)
+        super().__init__(config, cached_tokenizer_from_config(config.model_config), self.render, limits, allowed)
 
     @abstractmethod
     def write(self, text: str, pictures: int) -> str:

@@ -23,7 +23,7 @@ from omni_actors.engine.models.diffusers_layout import (
 from omni_actors.engine.models.pictures import MAX_REFERENCES, picture, reference
 from omni_actors.engine.models.pictures.denoising_stage import MAX_PIXELS, DenoisingStage, read_finite
 from omni_actors.engine.models.pictures.denoising_stage import MAX_STEPS as DENOISING_STEPS
-from omni_actors.engine.models.placeholder import picture_spec
+from omni_actors.engine.models.placeholder import diffusion_spec
 from omni_actors.engine.rows import to_torch
 from omni_actors.engine.workers.base import omni_options
 from omni_actors.engine.workers.diffusion import (
@@ -47,6 +47,7 @@ BACKGROUND = Parameter(
     "background", "text", choices=("auto", OPAQUE, "transparent"), default="auto",
     about="opaque puts the picture on white; otherwise it keeps its alpha channel, which the prompt decides on",
 )  # fmt: skip
+TEXT_ENCODER = "text_encoder"  # folder of a checkpoint; vLLM reads its configuration
 MAX_STEPS = 16  # vLLM wants some length; each job has one
 # Activations in values per pixel of the picture and channel of the widest block at that size: the largest layers have
 # two such inputs and an output, and a copy for the convolution.
@@ -68,7 +69,6 @@ class OneStepStage(DiffusionModelRunner):
         super().__init__(vllm_config, device)
         self.folder = checkpoint_folder(omni_options(vllm_config)["model"])
         self.dtype = cast("torch.dtype", vllm_config.model_config.dtype)
-        self._held: dict[str, tuple[torch.Tensor, Any]] = {}
 
     @property
     def facts(self) -> EngineFacts:
@@ -79,23 +79,19 @@ class OneStepStage(DiffusionModelRunner):
     def compute(self, given: torch.Tensor, detail: Any) -> Mapping[str, torch.Tensor]:
         """The result of a job with this payload, whose tensor is on the device."""
 
-    def add(self, request_id: str, job: DiffusionJob) -> None:
+    def take(self, job: DiffusionJob) -> tuple[torch.Tensor, Any]:
         """Bring a job's tensor to the device."""
         given, detail = job.payload
-        self._held[request_id] = given.to(self.device), detail
-
-    def remove(self, request_id: str) -> None:
-        """Free a tensor. Unknown ids are ignored."""
-        self._held.pop(request_id, None)
+        return given.to(self.device), detail
 
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
         """Compute these jobs."""
-        return {key: StepResult(self.compute(*self._held[key])) for key in request_ids}
+        return {key: StepResult(self.compute(*self.held[key])) for key in request_ids}
 
     def omni_counts(self) -> dict[str, int]:
         """Jobs whose tensors are on the device."""
-        return {"inputs": len(self._held)}
+        return {"inputs": len(self.held)}
 
 
 class PictureVae(ABC):
@@ -306,14 +302,16 @@ def picture_specs(
     Tokens of the VAE's are latent pixels: one picture of 2048 x 2048, or four of 1024 x 1024 at a time.
 
     Args:
-        part: see `picture_spec`.
+        part: see `diffusion_spec`.
         tokens: in a step of the denoising stage.
     """
-    engine = {"max_num_seqs": 32, "max_num_batched_tokens": tokens}
-    found = {"dit": picture_spec(dit, part, DENOISING_STEPS, engine, compiled=True, params=dit.defaults)}
+
+    def spec(runner: type, steps: int, at_a_time: int, tokens: int, **options: Any) -> ModelSpec:
+        engine = {"dtype": "bfloat16", "max_num_seqs": at_a_time, "max_num_batched_tokens": tokens}
+        return diffusion_spec(runner, part, steps, engine, folder=TEXT_ENCODER, **options)
+
+    found = {"dit": spec(dit, DENOISING_STEPS, 32, tokens, params=dit.defaults, required={})}
     for stage, runner in (("vae", vae), ("vae_encoder", encoder)):
         if runner is not None:
-            pixels = MAX_PIXELS // runner.vae_class.latent_pixels**2
-            engine = {"max_num_seqs": 8, "max_num_batched_tokens": pixels}
-            found[stage] = picture_spec(runner, part, MAX_STEPS, engine)
+            found[stage] = spec(runner, MAX_STEPS, 8, MAX_PIXELS // runner.vae_class.latent_pixels**2)
     return found

@@ -127,7 +127,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
         for job in self.rehearse(stream):
             if not job.payload.last:  # the last window of an utterance can have any length
                 kept = job.payload.carry.mel
-                lengths.add(self._requests[WARM_UP].chunk.frames + (0 if kept is None else len(kept)))
+                lengths.add(self.held[WARM_UP].chunk.frames + (0 if kept is None else len(kept)))
         if isinstance(self.vocoder, FusedVocoder):
             self.vocoder = GraphedVocoder(self.vocoder, lengths, self.geometry.mel_dim, self.device)
 
@@ -156,7 +156,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
         return stream
 
     @torch.inference_mode()
-    def add(self, request_id: str, job: DiffusionJob) -> None:
+    def take(self, job: DiffusionJob) -> _Latents:
         """Bring a chunk's noise and conditions to the device."""
         payload: Code2WavPayload = job.payload
         padding = len(payload.noise) * self.geometry.tokens_per_block - len(payload.token_ids)
@@ -177,16 +177,16 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
             keep=keep,
             keep_block=payload.blocks - 1,
         )
-        self._requests[request_id] = _Latents(payload, chunk)
+        return _Latents(payload, chunk)
 
     def omni_counts(self) -> dict[str, int]:
         """`allocated_bytes` are those of the memory behind all that is held, shared memory counted once."""
         carried = [[carry.left, carry.mel] for carry in self._carries]
-        held = [[one.chunk.state, one.chunk.fixed, one.chunk.keep] for one in self._requests.values()]
+        held = [[one.chunk.state, one.chunk.fixed, one.chunk.keep] for one in self.held.values()]
         tensors = [tensor for group in carried + held for tensor in group if tensor is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         return {
-            "latents": len(self._requests),
+            "latents": len(self.held),
             "carried": sum(any(tensor is not None for tensor in group) for group in carried),
             "allocated_bytes": sum(storages.values()),
         }
@@ -196,7 +196,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> dict[str, StepResult]:
         """Advance these chunks by one interval; those at their last become waveforms f32 [samples]."""
-        requests = {request_id: self._requests[request_id] for request_id in request_ids}
+        requests = {request_id: self.held[request_id] for request_id in request_ids}
         states = {request_id: request.chunk.state for request_id, request in requests.items()}
         moving = [key for key, request in requests.items() if request.chunk.interval < request.payload.intervals]
         if moving:
@@ -217,7 +217,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
 
     def integrate(self, request_ids: Sequence[str]) -> list[torch.Tensor]:
         """The requests' states [blocks, frames, mel_dim] after one interval, each at its own time."""
-        return self.dit.advance([self._requests[request_id].chunk for request_id in request_ids])
+        return self.dit.advance([self.held[request_id].chunk for request_id in request_ids])
 
     # -- decoding
 
@@ -232,7 +232,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
         carries: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         by_length: dict[int, list[str]] = defaultdict(list)
         for request_id, state in states.items():
-            payload, chunk = self._requests[request_id].payload, self._requests[request_id].chunk
+            payload, chunk = self.held[request_id].payload, self.held[request_id].chunk
             new = state.flatten(0, 1)[: chunk.frames]
             mel = new if payload.carry.mel is None else torch.cat([payload.carry.mel, new])
             final = len(mel) - max(0, chunk.frames - payload.blocks * state.shape[1])
@@ -250,7 +250,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
         for request_ids in by_length.values():
             mel = torch.stack([windows[request_id] for request_id in request_ids])
             for request_id, samples in zip(request_ids, self.vocode(mel.transpose(1, 2)), strict=True):
-                payload = self._requests[request_id].payload
+                payload = self.held[request_id].payload
                 sent = payload.emit[1] - payload.emit[0]
                 waveforms[request_id] = samples[payload.context * rate : (payload.context + sent) * rate]
         return waveforms, carries
@@ -262,10 +262,5 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
 
 # 32 chunks at a time. More of them make the steps longer that first chunks and the thinker wait for, and the batches
 # larger, which take less time for each chunk (docs/benchmarks.md).
-SPEC = vocoder_spec(
-    "omni_actors.engine.models.qwen2_5_omni.code2wav.Qwen2_5OmniCode2Wav",
-    "token2wav_config",
-    MAX_STEPS,
-    32,
-    StageParams(num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0),
-)
+PARAMS = StageParams(num_steps=10, guidance_scale=0.5, sway_coefficient=-1.0)
+SPEC = vocoder_spec(Qwen2_5OmniCode2Wav, "token2wav_config", MAX_STEPS, 32, params=PARAMS)

@@ -45,10 +45,9 @@ from omni_actors.engine.models.code_talker import (
     TalkerState,
     chosen_voice,
 )
-from omni_actors.engine.rows import check_rows, to_host, to_torch
+from omni_actors.engine.rows import to_host
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import ConfigError, InvalidPayload
-from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -81,7 +80,7 @@ class RowTalkerAdapter(CodeTalkerAdapter):
         super().__init__(*args, **kwargs)
         config = self.vllm_config.model_config.hf_config
         self._voices = tuple(load_voices(self.model_config.model))
-        self.row_width: int = config.embedding_size
+        self.row_width = config.embedding_size
         self._mask: int = config.tts_codec_mask_token_id
         self._block: int = config.vocoder_block
         self._start: tuple[int, int] = (config.tts_codec_pad_token_id, config.tts_codec_start_token_id)
@@ -99,8 +98,7 @@ class RowTalkerAdapter(CodeTalkerAdapter):
         The prompt is a mask token per row, then the start, as in transformers: penalties count these tokens, too.
         """
         voice = self._voices.index(chosen_voice(request.voice, self._voices))
-        if foreign := sorted(inputs.tensors.keys() - {"prompt_rows", "reply_rows", "mrope_positions"}):
-            raise InvalidPayload(f"The talker takes no tensors named {foreign}.")
+        self.check_names(inputs.tensors, ("prompt_rows", "reply_rows", "mrope_positions"))
         if "prompt_rows" not in inputs.tensors:
             raise InvalidPayload(f"The talker needs the tensor 'prompt_rows'; it got {sorted(inputs.tensors)}.")
         prompt = self.read_rows(inputs.tensors["prompt_rows"], "prompt_rows", minimum=2)
@@ -115,11 +113,6 @@ class RowTalkerAdapter(CodeTalkerAdapter):
         stream = RowStream(len(reply) - 1, inputs.complete, held_bytes, text_tokens=1)
         outputs = CodecOutputs(request.request_id, self.end_token_ids, self._block)
         return self.admitted(request, [self._mask] * n_prompt + [*self._start], outputs, stream, payload=payload)
-
-    def read_rows(self, rows: HostTensor, name: str = "reply rows", *, minimum: int = 0) -> torch.Tensor:
-        """Rows [n, H] on the CPU in the model's dtype. Raises `InvalidPayload`."""
-        check_rows(rows, self.row_width, name, minimum=minimum)
-        return to_torch(rows, name).to(self.model_dtype)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` positions and the first decode steps."""
@@ -255,6 +248,7 @@ class TalkerModelState(TalkerState):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fixed_rows = self.model.text_rows.to("cpu", self.dtype).unbind()
+        self.pad = self._fixed_rows[_TEXT_PAD]
         self._pad_row = self.model.text_rows[_TEXT_PAD].to(self.dtype)  # on the device
 
     def begin(self, payload: RowTalkerPayload) -> Speech[torch.Tensor]:
@@ -271,48 +265,15 @@ class TalkerModelState(TalkerState):
         """Each row."""
         return rows.unbind()
 
-    def prepare_inputs_embeds(
-        self, scheduled_encoder_inputs: dict[str, list[int]], input_batch: InputBatch, req_states: Any
-    ) -> torch.Tensor:
-        """Rows of prompts, and codec embeddings plus text side, [tokens of the step, H]."""
-        speeches: list[Any] = [self._speeches.get(request_id) for request_id in input_batch.req_ids]
-        if not input_batch.has_prefill and all(speeches):
-            return self._decode_embeds(input_batch, speeches)
-        embeddings = super().prepare_inputs_embeds(scheduled_encoder_inputs, input_batch, req_states)
-        starts = input_batch.num_computed_tokens_np[: input_batch.num_reqs].tolist()
-        offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].tolist()
-        rows: list[torch.Tensor] = []
-        places: list[int] = []
-        for index, speech in enumerate(speeches):
-            if speech is None:
-                continue
-            first = starts[index] - speech.length
-            last = first + offsets[index + 1] - offsets[index]
-            if speech.prompt is not None:
-                own = speech.prompt[starts[index] : last + speech.length]
-                embeddings[offsets[index] : offsets[index] + len(own)] = own
-                if last >= 0:
-                    speech.prompt = None
-            for row in range(max(first, 0), last):
-                rows.append(speech.at(row, self._fixed_rows[_TEXT_PAD]))
-                places.append(offsets[index] + row - first)
-        if rows:
-            added = async_tensor_h2d(torch.stack(rows), device=embeddings.device)
-            embeddings.index_add_(0, async_tensor_h2d(places, device=embeddings.device, dtype=torch.int64), added)
-        return embeddings
+    def last_codes(self, batch: InputBatch) -> torch.Tensor:
+        """See `TalkerState`."""
+        return self.model.embed_input_ids(batch.input_ids[: batch.num_reqs])
 
-    def _decode_embeds(self, batch: InputBatch, speeches: Sequence[Speech[torch.Tensor]]) -> torch.Tensor:
-        """The same where every request decodes, the usual step: in as few launches as possible."""
-        count = len(speeches)
-        starts = batch.num_computed_tokens_np[:count].tolist()
-        places = [start - speech.length for speech, start in zip(speeches, starts, strict=True)]
-        added = self._pad_row
-        if not all(speech.complete and at >= len(speech.text) for speech, at in zip(speeches, places, strict=True)):
-            pad = self._fixed_rows[_TEXT_PAD]
-            rows = [speech.at(place, pad) for speech, place in zip(speeches, places, strict=True)]
-            added = async_tensor_h2d(torch.stack(rows), device=added.device)
-        torch.add(self.model.embed_input_ids(batch.input_ids[:count]), added, out=self.inputs_embeds[:count])
-        return self.inputs_embeds[: batch.num_tokens_after_padding]
+    def text_rows(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `TalkerState`."""
+        if all(piece is self.pad for piece in pieces):
+            return self._pad_row
+        return async_tensor_h2d(torch.stack(list(pieces)), device=self.device)
 
 
 SPEC = ModelSpec(

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoded_requests import MAX_SENT_FRAMES, embeddings_of_seconds
 from omni_actors.engine.models import PromptMedia
-from omni_actors.engine.prompt_processors import PromptProcessor, Template
+from omni_actors.engine.prompt_processors import PromptProcessor
 from omni_actors.errors import InvalidRequest, suggest
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
@@ -38,29 +38,21 @@ def audio_window(config: PretrainedConfig) -> int:
 MEDIA = PromptMedia(None, MIN_SAMPLES, audio_window, embeddings_of_seconds)
 
 
-class AsrTemplate:
-    """The checkpoint's chat template, and after it how the answer begins: what is said by the assistant."""
-
-    def __init__(self, chat: Template) -> None:
-        self._chat = chat
-
-    def render(self, prompt: Prompt) -> str:
-        """The prompt as text, with one placeholder for the recording."""
-        said = [part.text or "" for one in prompt.messages if one.role == "assistant" for part in one.content]
-        rest = tuple(message for message in prompt.messages if message.role != "assistant")
-        return self._chat.render(msgspec.structs.replace(prompt, messages=rest)) + "".join(said)
-
-
 class AsrPrompts(PromptProcessor):
     """Turns a recording into token ids and encoded features, with texts of the system as what it may be about."""
 
     def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
         super().__init__(arguments, config, limits, MEDIA)
-        self._template = AsrTemplate(self._template)
         # vLLM takes no sound that is longer than what its encoder holds at a time; here it goes on in windows.
         self._input_processor.mm_encoder_cache_size = config.model_config.max_model_len
         known = tuple(config.model_config.hf_config.support_languages or LANGUAGE_CODE_TO_NAME.values())
         self.hearing: HearingAbility = HearingAbility(known, self.limits.audio_seconds)
+
+    def render(self, prompt: Prompt) -> str:
+        """The prompt as text, by the chat template, and after it how the answer begins: what the assistant says."""
+        said = [part.text or "" for one in prompt.messages if one.role == "assistant" for part in one.content]
+        rest = tuple(message for message in prompt.messages if message.role != "assistant")
+        return super().render(msgspec.structs.replace(prompt, messages=rest)) + "".join(said)
 
     def _longest_sound(self, limits: MediaLimits, config: VllmConfig) -> float:
         """The longest recording in seconds, whose windows fit into a message, and whose text into the context, too."""

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, CodecRunner
+from omni_actors.engine.models.codec_decoder.runner import CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.errors import StartupError
@@ -60,4 +60,4 @@ class Qwen3OmniCode2Wav(CodecRunner):
         return dict(read_tensors(self.model_name, WEIGHT_PREFIX))
 
 
-SPEC = vocoder_spec("omni_actors.engine.models.qwen3_omni.code2wav.Qwen3OmniCode2Wav", "code2wav_config", MAX_STEPS)
+SPEC = vocoder_spec(Qwen3OmniCode2Wav, "code2wav_config")

@@ -35,7 +35,6 @@ from omni_actors.engine.models.frame_talker import (
     FrameTalkerAdapter,
     Projection,
 )
-from omni_actors.engine.rows import check_rows, to_torch
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
@@ -53,6 +52,7 @@ class TalkerAdapter(FrameTalkerAdapter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.row_width = self.config.thinker_hidden_size
         voices: dict[str, int] = self.config.speaker_id
         self._voices = sorted(voices, key=lambda name: name != DEFAULT_VOICE)
         self._turn, self._user, self._assistant = self.config.turn_ids
@@ -72,8 +72,7 @@ class TalkerAdapter(FrameTalkerAdapter):
         n_prompt = inputs.scalars.get("prompt_tokens")
         if isinstance(n_prompt, bool) or not isinstance(n_prompt, int) or not 0 < n_prompt < len(token_ids):
             raise InvalidPayload(f"prompt_tokens: must lie in 1..{len(token_ids) - 1}; got {n_prompt!r}.")
-        if foreign := set(inputs.tensors) - {"media_rows", "mrope_positions"}:
-            raise InvalidPayload(f"The talker takes no tensors named {sorted(foreign)}.")
+        self.check_names(inputs.tensors, ("media_rows", "mrope_positions"))
         prompt = token_ids[:n_prompt]
         begin = self._reply_turn(prompt)
         turns = self._users_turns(prompt)
@@ -139,13 +138,12 @@ class TalkerAdapter(FrameTalkerAdapter):
             raise InvalidPayload(f"media_rows: the prompt has {len(places)} places of media; got {given} rows.")
         if rows is None:
             return None, []
-        check_rows(rows, self.config.thinker_hidden_size, "media_rows")
+        media = self.read_rows(rows, "media_rows")
         number = {position: index for index, position in enumerate(places)}
         seen = [(place, number[position]) for place, position in enumerate(kept) if position in number]
         if not seen:
             return None, []
-        tensor = to_torch(rows, "media_rows").to(self.model_dtype)
-        return tensor[[row for _, row in seen]], [place for place, _ in seen]
+        return media[[row for _, row in seen]], [place for place, _ in seen]
 
     def _positions(self, tensor: HostTensor | None, prompt: list[int], turns: list[range]) -> torch.Tensor | None:
         """The thinker's positions i64 [3, U] of the user's turns, moved together.

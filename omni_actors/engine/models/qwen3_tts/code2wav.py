@@ -11,7 +11,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCausalConvNet
 
 from omni_actors.engine.models.codec_decoder.decoder import CodecDecoder
-from omni_actors.engine.models.codec_decoder.runner import MAX_STEPS, CodecRunner
+from omni_actors.engine.models.codec_decoder.runner import CodecRunner
 from omni_actors.engine.models.diffusers_layout import read_tensors
 from omni_actors.engine.models.placeholder import vocoder_spec
 from omni_actors.engine.models.qwen3_tts.prompt import CODEC_FOLDER, codec_config
@@ -77,4 +77,4 @@ class Qwen3TtsCode2Wav(CodecRunner):
         return weights | joined | {"front.weight": codebook_vectors(quantizer)}
 
 
-SPEC = vocoder_spec("omni_actors.engine.models.qwen3_tts.code2wav.Qwen3TtsCode2Wav", "talker_config", MAX_STEPS)
+SPEC = vocoder_spec(Qwen3TtsCode2Wav, "talker_config")

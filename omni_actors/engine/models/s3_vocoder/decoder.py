@@ -14,8 +14,7 @@ from omni_actors.engine.models.codec_decoder.runner import batch_sizes
 from omni_actors.engine.models.codec_decoder.stream import CodecChunk, DecoderCarry, Sizes
 from omni_actors.engine.models.s3_vocoder.flow import FRAMES, HISTORY, LONGEST, Flow, FlowChunk, voice_of
 from omni_actors.engine.models.s3_vocoder.hift import SAMPLE_RATE, SAMPLES, Hift
-from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
-from omni_actors.engine.models.s3_vocoder.unet import SECOND, UnetFlow
+from omni_actors.engine.models.s3_vocoder.unet import SECOND
 from omni_actors.engine.models.s3_vocoder.voices import RecordedVoice
 from omni_actors.engine.rows import moved
 
@@ -49,7 +48,7 @@ class S3Batches:
         whole: whether chunks are whole utterances, of which every token sees every other.
     """
 
-    def __init__(self, flow: Flow | UnetFlow, hift: Hift | OverlapHift, most: int, *, whole: bool) -> None:
+    def __init__(self, flow: Flow, hift: Hift, most: int, *, whole: bool) -> None:
         self._flow, self._hift, self._most = flow, hift, most
         self._whole = whole and not flow.recomputes  # which always joins the recording and the utterance
         self._device = flow.noise.device
@@ -60,7 +59,7 @@ class S3Batches:
         """Sizes of the decoder; a frame is a token. The sound waits for some mel frames of what is to come."""
         flow, delay, widest = self._flow, self._hift.delay, SAMPLES * self._hift.shaping.after.in_channels
         longest = (LONGEST // FRAMES) // 2  # as many may be of the recording
-        widest = FRAMES * max(widest, 8 * flow.width)
+        widest = FRAMES * max(widest, 8 * flow.estimator.width)
         tokens = len(flow.encoder.table)
         return Sizes(1, tokens, longest, SAMPLE_RATE, widest, lambda frames: max(0, FRAMES * frames - delay) * SAMPLES)
 

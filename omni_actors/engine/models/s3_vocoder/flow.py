@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -381,17 +381,6 @@ class Estimator(nn.Module):
         return slope, torch.stack(keys), torch.stack(left)
 
 
-def noise_table(mels: int, seed: int) -> torch.Tensor:
-    """The noise that all utterances begin with, f32 [frames, mels], whatever the type of the weights."""
-    return torch.randn(LONGEST, mels, generator=torch.Generator().manual_seed(seed))
-
-
-def interval_times() -> list[float]:
-    """When the solver's intervals begin, and the last one ends."""
-    times: list[float] = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
-    return times
-
-
 def voice_of(layer: nn.Linear, embedding: torch.Tensor) -> torch.Tensor:
     """[mels], by the `speaker` of a flow, of a speaker's embedding [size]."""
     voice: torch.Tensor = layer(F.normalize(embedding.to(layer.weight), dim=0))
@@ -413,40 +402,51 @@ class Flow(nn.Module):
 
     Attributes:
         recomputes: whether each chunk is computed with all before it.
-        width: of a frame.
+        estimator_class: of the network that gives the slope.
+        begun: the state of an utterance that begins.
     """
 
-    recomputes = False
+    recomputes: ClassVar[bool] = False
+    estimator_class: ClassVar[type[Any]] = Estimator
+    begun: Any
 
     def __init__(self, weights: Weights, seed: int) -> None:
         super().__init__()
         self.encoder = TokenEncoder(weights)
-        self.estimator = Estimator(weights, "decoder.estimator")
+        self.estimator = self.estimator_class(weights, "decoder.estimator")
         self.speaker = weights.linear("spk_embed_affine_layer")
         weights.done()
-        self.width = self.estimator.width
-        self.noise, self.times = noise_table(self.speaker.out_features, seed), interval_times()
+        # The noise that all utterances begin with, f32 [frames, mels], whatever the type of the weights.
+        generator = torch.Generator().manual_seed(seed)
+        self.noise = torch.randn(LONGEST, self.speaker.out_features, generator=generator)
+        # When the solver's intervals begin, and the last one ends.
+        self.times: list[float] = (1 - torch.cos(torch.linspace(0, 1, INTERVALS + 1) * 0.5 * torch.pi)).tolist()
         self._graphs: CudaGraphs[Intervals, None] = CudaGraphs()
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move to the device; compute what the time alone decides, and the state of an utterance that begins."""
+        """Move to the device; compute what the time alone decides, and `begun`."""
         self.to(device, dtype)
         self.noise = self.noise.to(device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Compute what the time alone decides, and `begun`."""
         modulations = (self.estimator.modulations(time) for time in self.times[:-1])
         self.modulations = [torch.stack(parts) for parts in zip(*modulations, strict=True)]
-        self.durations = torch.tensor([end - begin for begin, end in itertools.pairwise(self.times)], device=device)
+        durations = [end - begin for begin, end in itertools.pairwise(self.times)]
+        self.durations = torch.tensor(durations, device=self.noise.device)
         make, estimator = self.speaker.weight.new_zeros, self.estimator
         solved = INTERVALS, estimator.count, BRANCHES
         self.begun = empty_state(self.encoder)._replace(
             convs=make(*solved, 2 * estimator.width, 2), keys=make(*solved, 2, estimator.heads, 0, estimator.size)
         )
 
-    def state_bytes(self, state: FlowState, frames: int) -> int:
+    def state_bytes(self, state: Any, frames: int) -> int:
         """Bytes that an utterance keeps at most, if this is its state after a recording of so many frames."""
-        size = sum(part.nbytes for part in state)
+        size: int = sum(part.nbytes for part in state)
         return size + size * HISTORY // frames
 
-    def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[torch.Tensor, list[FlowState]]:
+    def forward(self, chunks: Sequence[FlowChunk], *, last: bool) -> tuple[Sequence[torch.Tensor], list[Any]]:
         """Decode the next tokens of utterances.
 
         Args:
@@ -465,7 +465,7 @@ class Flow(nn.Module):
         for _ in range(INTERVALS):
             solver.advance() if captured is None else self._graphs.replay(captured)
         states = [] if last else [self._state(index, chunk, left, solver) for index, chunk in enumerate(chunks)]
-        return solver.state[:batch].clone(), states
+        return list(solver.state[:batch].clone()), states
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], lengths: Sequence[int], room: int) -> None:

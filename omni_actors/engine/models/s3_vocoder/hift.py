@@ -1,6 +1,6 @@
 """HiFT: mel frames to sound. A predicted pitch drives an oscillator; the network shapes its spectrum into speech.
 
-Every layer looks back only, but for a few frames at the front: the pitch waits for `pitch_ahead` frames, the network
+`Hift` looks back only, but for a few frames at the front: the pitch waits for `pitch_ahead` frames, the network
 for those of its first convolution and one more. A window of mel frames with enough of the past gives the samples of its
 new frames exactly.
 """
@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -206,30 +206,34 @@ class Hift(nn.Module):
         seed: of the noise that is added to the oscillator, one table for all utterances.
 
     Attributes:
-        pitch_ahead, pitch_behind: mel frames around a frame that its pitch depends on.
+        convolve: `causal` or `centered`.
+        draw: of what numbers the noise is.
+        pitch_dtype: in which the pitch is computed.
+        pitch_ahead: mel frames after a frame that its pitch depends on.
         delay: frames that the sound waits for.
         behind: frames before a frame on which its samples may depend.
         least: tokens of a first chunk; fewer have no frame whose pitch is known.
     """
 
+    convolve: ClassVar[Convolve] = causal
+    draw: ClassVar[Callable[..., torch.Tensor]] = torch.rand
+    pitch_dtype: ClassVar[torch.dtype] = torch.float64  # errors of the pitch add up in the phase of the oscillator
+    least: ClassVar[int] = 2
     noise: torch.Tensor  # f32 [samples, harmonics]
-    least = 2
 
     def __init__(self, weights: Weights, seed: int) -> None:
         super().__init__()
-        # In float64: errors of the pitch add up in the phase of the oscillator.
         pitch = [
-            weights.conv(f"f0_predictor.condnet.{2 * index}", dtype=torch.float64)
+            weights.conv(f"f0_predictor.condnet.{2 * index}", dtype=self.pitch_dtype)
             for index in range(weights.count("f0_predictor.condnet."))
         ]
-        self.pitch, self.classify = nn.ModuleList(pitch), weights.linear("f0_predictor.classifier", torch.float64)
+        self.pitch, self.classify = nn.ModuleList(pitch), weights.linear("f0_predictor.classifier", self.pitch_dtype)
         self.mix = weights.linear("m_source.l_linear")
-        self.shaping = Shaping(weights, causal)
-        self.pitch_ahead, *behind = map(_reach, pitch)
-        self.pitch_behind = sum(behind)
+        self.shaping = Shaping(weights, type(self).convolve)
+        self.pitch_ahead = _reach(pitch[0])
         self.delay, self.behind = self.pitch_ahead + self.shaping.ahead, self.shaping.behind
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
+        noise = type(self).draw(NOISE_SECONDS * SAMPLE_RATE, self.mix.in_features, generator=generator)
         self.register_buffer("noise", noise, persistent=False)
         self._graphs: CudaGraphs[HiftWindows, tuple[torch.Tensor, ...]] = CudaGraphs()
 
@@ -279,7 +283,7 @@ class Hift(nn.Module):
         self,
         mel: torch.Tensor,
         source: torch.Tensor,
-        phase: torch.Tensor,
+        left: torch.Tensor,
         kept: int,
         received: Sequence[int],
         *,
@@ -290,14 +294,14 @@ class Hift(nn.Module):
         Args:
             mel: [batch, mels, frames], of which `kept` came with chunks before.
             source: [batch, samples], of those of them whose pitch was known.
-            phase: f64 [batch, harmonics], of the oscillator after these, in cycles.
+            left: f64 [batch, harmonics], the phase of the oscillator after these, in cycles.
             received: frames of the utterances before this chunk.
         """
         count, _, frames = mel.shape
         fitting = (each for each in self._graphs.tensors if each.length >= frames and each.size >= count)
         captured = min(fitting, key=lambda each: (each.size, each.length), default=None)
         windows = HiftWindows(self, count, frames) if captured is None else captured
-        windows.load(mel, source, phase, [before - kept for before in received])
+        windows.load(mel, source, left, [before - kept for before in received])
         results = self.compute(windows) if captured is None else self._graphs.replay(captured)
         sound, source, cycles = (each[:count] for each in results)
         known = frames if last else frames - self.pitch_ahead
@@ -338,3 +342,67 @@ class HiftWindows:
         self.phase[:count] = phase
         numbers = torch.tensor([source.shape[1] // SAMPLES, frames, *places])
         self._numbers[: len(numbers)] = moved(numbers, mel.device)
+
+
+OVERLAP = 8  # mel frames
+
+
+class OverlapHift(Hift):
+    """The HiFT of CosyVoice 2, whose layers look to both sides: chunks overlap, and are faded into each other."""
+
+    convolve, draw, pitch_dtype = centered, torch.randn, torch.float32
+    least = OVERLAP // 2  # fewer have no frames to overlap
+    fading: torch.Tensor  # f32 [2 OVERLAP SAMPLES], up and down
+
+    def __init__(self, weights: Weights, seed: int) -> None:
+        super().__init__(weights, seed)
+        self.delay = self.behind = OVERLAP
+        fading = torch.hamming_window(2 * OVERLAP * SAMPLES, periodic=False)
+        self.register_buffer("fading", fading, persistent=False)
+
+    @property
+    def begun(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What an utterance begins with: mel frames, samples of the oscillator, and samples."""
+        mel, source, _ = super().begun
+        return mel, source, source
+
+    def capture(self, sizes: Sequence[int], frames: Sequence[int]) -> None:
+        """Nothing: where chunks are cut depends on the recording."""
+
+    def source(self, mel: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The oscillator's samples [batch, samples].
+
+        Args:
+            positions: i64 [batch], frames of the utterance before these.
+        """
+        hidden = mel
+        for conv in self.pitch:
+            hidden = F.elu(centered(conv, hidden))
+        pitch = self.classify(hidden.transpose(1, 2)).abs()
+        harmonics = torch.arange(1, self.mix.in_features + 1, device=mel.device)
+        # In float64: the phase adds up.
+        cycles = (pitch.double() * harmonics / SAMPLE_RATE).remainder(1).cumsum(1) * SAMPLES
+        cycles = F.interpolate(cycles.transpose(1, 2), scale_factor=SAMPLES, mode="linear").transpose(1, 2)
+        sines = (cycles.remainder(1) * (2 * math.pi)).sin().float()
+        return mixed(self.mix, sines, pitch.squeeze(-1), self.noise, positions)
+
+    def stream(
+        self,
+        mel: torch.Tensor,
+        source: torch.Tensor,
+        left: torch.Tensor,
+        kept: int,
+        received: Sequence[int],
+        *,
+        last: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `Hift.stream`; instead of the phase it keeps samples that are faded into the next ones."""
+        places = torch.tensor([before - kept for before in received], device=mel.device)
+        source = torch.cat([source, self.source(mel, places)[:, source.shape[1] :]], 1)
+        samples, size = self.shaping(mel, source), OVERLAP * SAMPLES
+        if kept:
+            up, down = self.fading.split(size)
+            samples = torch.cat([samples[:, :size] * up + left * down, samples[:, size:]], 1)
+        if last:
+            return samples, mel, source, samples
+        return samples[:, :-size], mel[..., -OVERLAP:], source[:, -size:], samples[:, -size:]

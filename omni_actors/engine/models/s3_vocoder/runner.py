@@ -16,8 +16,7 @@ from omni_actors.engine.models.codec_decoder.runner import ChunkRunner
 from omni_actors.engine.models.codec_decoder.stream import Cutting
 from omni_actors.engine.models.s3_vocoder.decoder import S3Batches, S3Carry, S3Speaker
 from omni_actors.engine.models.s3_vocoder.flow import Flow
-from omni_actors.engine.models.s3_vocoder.hift import Hift
-from omni_actors.engine.models.s3_vocoder.overlap import OverlapHift
+from omni_actors.engine.models.s3_vocoder.hift import Hift, OverlapHift
 from omni_actors.engine.models.s3_vocoder.unet import UnetFlow
 from omni_actors.engine.models.s3_vocoder.voices import TOKENIZER, VoiceEncoder, read_recording
 from omni_actors.engine.models.s3_vocoder.weights import Weights

@@ -23,11 +23,9 @@ from omni_actors.engine.models.s3_vocoder.flow import (
     LONGEST,
     TIME_PERIOD,
     TIME_SCALE,
+    Flow,
     FlowChunk,
-    TokenEncoder,
     empty_state,
-    interval_times,
-    noise_table,
     visible,
 )
 from omni_actors.engine.models.s3_vocoder.weights import Weights
@@ -106,6 +104,7 @@ class Unet(nn.Module):
     def __init__(self, weights: Weights, name: str) -> None:
         super().__init__()
         self.time_in, self.time_out = (weights.linear(f"{name}.time_mlp.linear_{part}") for part in (1, 2))
+        self.width = self.time_in.out_features
         middle = range(weights.count(f"{name}.mid_blocks."))
         self.before, self.after = (_UnetStage(weights, f"{name}.{part}_blocks.0") for part in ("down", "up"))
         self.join, self.leave = (weights.conv(f"{name}.{part}_blocks.0.2") for part in ("down", "up"))
@@ -139,30 +138,20 @@ class Unet(nn.Module):
         return _causal(self.output, hidden)
 
 
-class UnetFlow(nn.Module):
-    """Tokens to mel frames; see `Flow`, whose interface it has.
+class UnetFlow(Flow):
+    """Tokens to mel frames; see `Flow`.
 
     Chunks may be of unequal lengths. `FlowChunk.given` are the frames of the recording, and returned are the new ones.
     """
 
     recomputes = True
+    estimator_class = Unet
 
-    def __init__(self, weights: Weights, seed: int) -> None:
-        super().__init__()
-        self.encoder = TokenEncoder(weights)
-        self.unet = Unet(weights, "decoder.estimator")
-        self.speaker = weights.linear("spk_embed_affine_layer")
-        weights.done()
-        self.width = self.unet.time_in.out_features
-        self.noise, self.times = noise_table(self.speaker.out_features, seed), interval_times()
-
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+    def begin(self) -> None:
         """See `Flow`."""
-        self.to(device, dtype)
-        self.noise = self.noise.to(device)
-        self._moments = [self.unet.time(time) for time in self.times[:-1]]
+        self._moments = [self.estimator.time(time) for time in self.times[:-1]]
         self._empty = empty_state(self.encoder)
-        self.begun = Tokens(torch.zeros(0, dtype=torch.int64, device=device))
+        self.begun = Tokens(torch.zeros(0, dtype=torch.int64, device=self.noise.device))
 
     def state_bytes(self, state: Tokens, frames: int) -> int:
         """See `Flow`."""
@@ -195,7 +184,7 @@ class UnetFlow(nn.Module):
         state = self.noise[:frames].expand(batch, -1, -1)
         for interval in range(INTERVALS):
             inputs = torch.cat([state.to(fixed).repeat(BRANCHES, 1, 1), fixed], 2)
-            with_condition, without = self.unet(inputs, self._moments[interval], seen).float().split(batch)
+            with_condition, without = self.estimator(inputs, self._moments[interval], seen).float().split(batch)
             slope = (1 + GUIDANCE) * with_condition - GUIDANCE * without
             state = state + (self.times[interval + 1] - self.times[interval]) * slope
         begins = [FRAMES * len(chunk.state[0]) for chunk in chunks]
