@@ -7,8 +7,8 @@ if its folder is read-only or `PYTHONDONTWRITEBYTECODE` is set, as in many image
 
 vLLM's V2 runner is written in Triton kernels. The CUDA wheel of Triton is present even on CPU machines (xgrammar
 requires it) and can interpret kernels in Python; vLLM only checks that a backend named "cpu" is registered.
-`enable_interpreter` adds one and switches the interpreter on. It replaces no code of vLLM, one function of the
-interpreter, and nothing at all if a real `triton-cpu` backend is installed. See docs/decisions.md.
+`enable_interpreter` adds one and switches the interpreter on. It replaces no code, and does nothing at all if a real
+`triton-cpu` backend is installed. See docs/decisions.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import types
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from omni_actors.host.run_directory import user_cache
 from omni_actors.vllm_version import Platform, check_installed
@@ -61,32 +60,6 @@ class _InterpreterDriver:
         return True
 
 
-class _LanguageKeptInterpreted:
-    """Replaces Triton's language by interpreted functions once, not before every kernel, and leaves it replaced.
-
-    Nothing is compiled in a process that interprets, so nothing needs the language as it was. Replacing and restoring
-    its functions takes a quarter of a small kernel's time.
-
-    Args:
-        replace: the interpreter's own; it replaces what a kernel can name, and its result can restore that.
-    """
-
-    def __init__(self, replace: Any) -> None:
-        self._replace = replace
-        self._replaced: set[frozenset[str]] = set()
-
-    def __call__(self, kernel: Any) -> _LanguageKeptInterpreted:
-        modules = (value for value in kernel.__globals__.values() if isinstance(value, types.ModuleType))
-        names = frozenset(name for module in modules if (name := module.__name__).startswith("triton.language"))
-        if names not in self._replaced:
-            self._replace(kernel)
-            self._replaced.add(names)
-        return self
-
-    def restore(self) -> None:
-        """Do nothing."""
-
-
 def enable_interpreter() -> bool:
     """Register the interpreter as Triton's CPU backend. Returns whether it was needed. Must precede `import vllm`."""
     if metadata.entry_points(group="triton.backends", name="cpu"):
@@ -102,7 +75,6 @@ def enable_interpreter() -> bool:
 
     # Compiled kernels do not check integer sums for overflow either; here the checks take a third of a kernel's time.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    interpreter._patch_lang = _LanguageKeptInterpreted(interpreter._patch_lang)
     return True
 
 
@@ -193,19 +165,11 @@ def preload_modules() -> list[str]:
     # vLLM's CPU worker patches torch.cuda when it is imported, so a CUDA process must never import it.
     worker = "omni_actors.engine.workers.cpu" if prepare() is Platform.CPU else "omni_actors.engine.workers.gpu"
     return [
-        "vllm.engine.arg_utils",
-        "vllm.v1.engine.core",
-        "vllm.v1.engine.detokenizer",
-        "vllm.v1.executor.uniproc_executor",
-        "vllm.v1.worker.gpu_worker",
-        "vllm.v1.worker.gpu.model_runner",
         "vllm.model_executor.model_loader.default_loader",
         "vllm.model_executor.model_loader.dummy_loader",
-        "omni_actors.engine.arguments",
         "omni_actors.engine.prompt",
         "omni_actors.engine.autoregressive",
         worker,
         *(["ray"] if importlib.util.find_spec("ray") else []),  # vLLM imports it wherever it is installed
         "omni_actors.engine.diffusion",
-        "omni_actors.engine.workers.diffusion",
     ]

@@ -275,37 +275,6 @@ print(cache_dir())
     assert run(code) == "/somewhere/.cache/vllm/torch_inductor"
 
 
-KERNEL = """
-import triton
-import triton.language as tl
-
-@triton.jit
-def double(values, count: tl.constexpr):
-    places = values + tl.arange(0, count)
-    tl.store(places, 2 * tl.load(places))
-"""
-
-
-@pytest.mark.nightly
-def test_the_language_of_kernels_is_interpreted_from_the_first_kernel_on(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / f"{name}.py").write_text(KERNEL)
-    code = f"""
-import sys, omni_actors.engine, torch
-from triton.runtime import interpreter
-sys.path.append({str(tmp_path)!r})
-import one, other
-replaced, replace = [], interpreter._patch_builtin
-interpreter._patch_builtin = lambda *arguments: (replaced.append(1), replace(*arguments))
-values, counts = torch.arange(4.0), []
-for kernel in (one.double, other.double, one.double):
-    kernel[(1,)](values, 4)
-    counts.append(len(replaced))
-print(values.tolist(), counts[0] > 0, counts[0] == counts[2])
-"""
-    assert run(code) == "[0.0, 8.0, 16.0, 24.0] True True"
-
-
 @pytest.mark.nightly
 def test_preloading_has_all_models_and_leaves_nothing_that_forbids_a_fork():
     code = """

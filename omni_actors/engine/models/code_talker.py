@@ -380,7 +380,7 @@ class CodeTalkerAdapter(AutoregressiveAdapter):
     end_token_ids: frozenset[int]
     row_width: int
 
-    def read_rows(self, rows: HostTensor, name: str = "rows", *, minimum: int = 0) -> torch.Tensor:
+    def rows_of(self, rows: HostTensor, name: str = "rows", *, minimum: int = 0) -> torch.Tensor:
         """Rows [n, row_width] on the CPU in the model's dtype. Raises `InvalidPayload`."""
         check_rows(rows, self.row_width, name, minimum=minimum)
         return to_torch(rows, name).to(self.model_dtype)

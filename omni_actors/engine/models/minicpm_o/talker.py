@@ -26,6 +26,7 @@ from omni_actors.engine.models.minicpm_o.config import speech_part
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidPayload
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineEvent, StageInputs, StageRequest
 
@@ -178,7 +179,7 @@ class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
         outputs = SpokenParts(request, self)
         for name in ROWS:
             if name in inputs.tensors:
-                outputs.extend(self.read_rows(inputs.tensors[name]), complete=inputs.complete)
+                outputs.extend(self.rows_of(inputs.tensors[name]), complete=inputs.complete)
         if (first := outputs.next_part()) is None:
             raise InvalidPayload(
                 f"This talker starts with more than {PART} rows of an answer, or all of it.",
@@ -186,6 +187,10 @@ class MiniCpmOTalkerAdapter(CodeTalkerAdapter):
             )
         core_request, stream = first
         return Admission(core_request, outputs, stream)
+
+    def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        """Rows of the answer [n, width]. Raises `InvalidPayload`."""
+        return self.rows_of(rows)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` tokens."""

@@ -48,6 +48,7 @@ from omni_actors.engine.models.code_talker import (
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import ConfigError, InvalidPayload
+from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
 
@@ -101,11 +102,11 @@ class RowTalkerAdapter(CodeTalkerAdapter):
         self.check_names(inputs.tensors, ("prompt_rows", "reply_rows", "mrope_positions"))
         if "prompt_rows" not in inputs.tensors:
             raise InvalidPayload(f"The talker needs the tensor 'prompt_rows'; it got {sorted(inputs.tensors)}.")
-        prompt = self.read_rows(inputs.tensors["prompt_rows"], "prompt_rows", minimum=2)
+        prompt = self.rows_of(inputs.tensors["prompt_rows"], "prompt_rows", minimum=2)
         n_prompt = prompt.shape[0] - 1
         reply = prompt[n_prompt:]
         if "reply_rows" in inputs.tensors:
-            reply = torch.cat([reply, self.read_rows(inputs.tensors["reply_rows"], "reply_rows")])
+            reply = torch.cat([reply, self.rows_of(inputs.tensors["reply_rows"], "reply_rows")])
         given = inputs.tensors.get("mrope_positions")
         positions = self.mrope_positions(given, n_prompt) if given is not None else None
         payload = RowTalkerPayload(prompt[:n_prompt], voice, reply, inputs.complete, positions)
@@ -113,6 +114,10 @@ class RowTalkerAdapter(CodeTalkerAdapter):
         stream = RowStream(len(reply) - 1, inputs.complete, held_bytes, text_tokens=1)
         outputs = CodecOutputs(request.request_id, self.end_token_ids, self._block)
         return self.admitted(request, [self._mask] * n_prompt + [*self._start], outputs, stream, payload=payload)
+
+    def read_rows(self, rows: HostTensor) -> torch.Tensor:
+        """Rows of the reply [n, H]. Raises `InvalidPayload`."""
+        return self.rows_of(rows)
 
     def warm_up_inputs(self, length: int) -> StageInputs:
         """Rows of zeros for `length` positions and the first decode steps."""

@@ -138,7 +138,7 @@ class TalkerAdapter(FrameTalkerAdapter):
             raise InvalidPayload(f"media_rows: the prompt has {len(places)} places of media; got {given} rows.")
         if rows is None:
             return None, []
-        media = self.read_rows(rows, "media_rows")
+        media = self.rows_of(rows, "media_rows")
         number = {position: index for index, position in enumerate(places)}
         seen = [(place, number[position]) for place, position in enumerate(kept) if position in number]
         if not seen:
