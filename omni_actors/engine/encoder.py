@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import VllmCore, VllmEngine, make_request
-from omni_actors.engine.models.thinker_state import ENCODED, Encode
+from omni_actors.engine.models.thinkers import ENCODED, Encode
 from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.errors import EngineError, InvalidRequest

@@ -246,7 +246,7 @@ OURS = (
     "omni_actors.engine.models.minicpm_o.prompt:DummyInputs",
     "omni_actors.engine.models.minicpm_o.prompt:MarkedMedia",
     "omni_actors.engine.models.minicpm_o.prompt:FilmParser",
-    "omni_actors.engine.models.cosyvoice2.repetition:RepetitionAware",
+    "omni_actors.engine.models.cosyvoice2.talker:RepetitionAware",
 )
 
 

@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from omni_actors.engine.models.chunks import ChunkPolicy
-from omni_actors.engine.models.codec_decoder.runner import BatchedDecoder
-from omni_actors.engine.models.codec_decoder.stream import CodecChunk, CodecStream, Cutting, DecoderCarry
+from omni_actors.engine.models.codec_decoder.runner import (
+    BatchedDecoder,
+    CodecChunk,
+    CodecStream,
+    Cutting,
+    DecoderCarry,
+)
 from omni_actors.engine.workers.diffusion import DiffusionJob
 from omni_actors.errors import InvalidPayload, InvalidRequest, OmniError, PromptTooLong
 from tests.support.codec import CODEBOOK, codes, flat, own_decoder

@@ -128,7 +128,7 @@ def renamed(architecture: str, part: str) -> Overrides:
 _SPEECH = {stage: stage for stage in ("talker", "code2wav")}
 _OMNI = {"thinker": "thinker", **_SPEECH}
 _PICTURES = {"text_encoder": "text_encoder_stage", "dit": "stages", "vae": "stages"}
-_EDITING = {"prompt": "prompt_stage", **_PICTURES, "vae_encoder": "stages"}
+_EDITING = {**_PICTURES, "prompt": "texts", "text_encoder": "texts", "vae_encoder": "stages"}
 _FAMILIES = {  # architecture, or pipeline of diffusers -> folder and stages
     "Qwen2_5OmniModel": ("qwen2_5_omni", _OMNI),  # as published
     "Qwen2_5OmniForConditionalGeneration": ("qwen2_5_omni", _OMNI),  # as transformers saves it

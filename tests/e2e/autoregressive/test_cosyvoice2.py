@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni_actors.engine.models.cosyvoice2.repetition import repetition_aware
+from omni_actors.engine.models.cosyvoice2.talker import repetition_aware
 from omni_actors.errors import InvalidRequest, UnknownVoice
 from omni_actors.protocol.messages import FinishReason
 from tests.support.cosyvoice_reference import CosyVoiceReference

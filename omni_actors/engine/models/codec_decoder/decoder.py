@@ -6,6 +6,8 @@ Its layers are those of transformers' Qwen3-Omni, except that whatever looks bac
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,8 +22,6 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeConvNeXtBlock,
     Qwen3OmniMoeSnakeBeta,
 )
-
-from omni_actors.engine.models.codec_decoder.stream import Sizes
 
 
 class Past:
@@ -152,6 +152,27 @@ class FrameTransformer(nn.Module):
             hidden = layer(hidden, attention_mask=mask, position_embeddings=turns, past_key_values=self._past)
         output: torch.Tensor = self.output_proj(self.norm(hidden))
         return output
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What cutting must know of a decoder.
+
+    Args:
+        num_quantizers: codes of a frame.
+        codebook_size: values that a code can have.
+        max_position_embeddings: frames of the longest utterance.
+        sample_rate: samples per second.
+        widest: elements per frame of the largest tensor between two layers.
+        samples: how many samples can be made of the first n frames.
+    """
+
+    num_quantizers: int
+    codebook_size: int
+    max_position_embeddings: int
+    sample_rate: int
+    widest: int
+    samples: Callable[[int], int]
 
 
 def sizes_of(config: Qwen3OmniMoeCode2WavConfig, trims_start: bool, sample_rate: int) -> Sizes:

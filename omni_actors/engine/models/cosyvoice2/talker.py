@@ -1,6 +1,10 @@
 """CosyVoice 2's talker: a Qwen2 that is given a text and the recording of a voice, and goes on with S3 tokens.
 
 Its input is the begin, what is said in the recording, the text, the begin of the speech and the recording's S3 tokens.
+
+Tokens are drawn with repetition-aware sampling: a token comes from the likeliest ones, unless it is among the last ten;
+then any other token takes its place, each as likely as the model has it. Here this is one distribution, from which vLLM
+draws with the seed of the request.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
 from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
 from omni_actors.engine.adapter import Admission
 from omni_actors.engine.models import ModelSpec, SpeechLimit, served_as
@@ -29,13 +35,78 @@ from omni_actors.engine.models.code_talker import (
     text_to_speak,
     tokens_of,
 )
-from omni_actors.engine.models.cosyvoice2.repetition import Nucleus
 from omni_actors.engine.models.s3_vocoder.voices import VoiceEncoder, read_recording
 from omni_actors.engine.models.s3_vocoder.weights import read_tensors
 from omni_actors.engine.scheduler import RowStream
 from omni_actors.errors import InvalidRequest, StartupError
 from omni_actors.protocol.payloads import INSTRUCTIONS, SpeechAbility, StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
+
+WINDOW = 10  # tokens
+SMALLEST = 1e-30  # chance of all other tokens
+
+
+class Nucleus(NamedTuple):
+    """The likeliest tokens: as many as have `top_p` together, at most `top_k`."""
+
+    top_p: float
+    top_k: int
+
+
+def repetition_aware(
+    logits: torch.Tensor, recent: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor
+) -> torch.Tensor:
+    """Logarithms of the chances with which tokens are drawn, f32 [n, vocabulary].
+
+    Args:
+        logits: [n, vocabulary].
+        recent: i64 [n, WINDOW], the last tokens; -1 where there are none.
+        top_p: f64 [n]; `top_k` i64 [n].
+    """
+    chances = logits.double().softmax(-1)
+    ordered, order = chances.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    kept = (ordered.cumsum(-1) - ordered < top_p[:, None]) & (places < top_k[:, None])
+    nucleus = torch.zeros_like(chances).scatter(-1, order, ordered * kept)
+    nucleus /= nucleus.sum(-1, keepdim=True)
+    known = recent >= 0
+    repeated = torch.zeros_like(chances).scatter_add(-1, recent.clamp(min=0), known.double()) > 0
+    # What each token that would repeat leaves to any other one.
+    left = nucleus * repeated / (1 - chances).clamp(min=SMALLEST)
+    drawn = nucleus * ~repeated + chances * (left.sum(-1, keepdim=True) - left).clamp(min=0)
+    return drawn.log().float()
+
+
+class RepetitionAware(LogitsProcessor):
+    """Applies it to requests that have a `Nucleus` as their payload and are not greedy."""
+
+    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
+        self._states = req_states
+        self._nuclei: list[Nucleus | None] = [None] * req_states.max_num_reqs
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """See `LogitsProcessor`."""
+        payload = (sampling_params.extra_args or {}).get("omni")
+        self._nuclei[req_idx] = payload if isinstance(payload, Nucleus) and sampling_params.temperature > 0 else None
+        return self._nuclei[req_idx] is not None
+
+    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
+        """See `LogitsProcessor`."""
+        nuclei = [self._nuclei[slot] for slot in ctx.idx_mapping_np.tolist()]
+        drawn = [(row, nucleus) for row, nucleus in enumerate(nuclei) if nucleus is not None]
+        if not drawn:
+            return logits
+        device = logits.device
+        rows = async_tensor_h2d([row for row, _ in drawn], device=device, dtype=torch.int64)
+        slots = ctx.idx_mapping[rows].long()[:, None]
+        places = self._states.total_len.gpu[slots] - torch.arange(1, WINDOW + 1, device=device)
+        tokens = self._states.all_token_ids.gpu[slots, places.clamp(min=0)].long()
+        recent = torch.where(places >= self._states.prompt_len.gpu[slots], tokens, -1)
+        top_p = async_tensor_h2d([nucleus.top_p for _, nucleus in drawn], device=device, dtype=torch.float64)
+        top_k = async_tensor_h2d([nucleus.top_k for _, nucleus in drawn], device=device, dtype=torch.int64)
+        logits[rows] = repetition_aware(logits[rows], recent, top_p, top_k)
+        return logits
+
 
 ARCHITECTURE = "OmniActorsCosyVoice2Talker"
 LAYERS = "CosyVoice-BlankEN"  # the folder with the configuration of the layers, and the tokenizer
@@ -196,7 +267,7 @@ SPEC = ModelSpec(
         "enable_prompt_embeds": True,
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
-        "logits_processors": ["omni_actors.engine.models.cosyvoice2.repetition:RepetitionAware"],
+        "logits_processors": ["omni_actors.engine.models.cosyvoice2.talker:RepetitionAware"],
     },
     # Those of its configuration; vLLM's other parameters change the chances before the likeliest tokens are chosen.
     params=StageParams(max_tokens=2048, temperature=1.0, top_p=0.8, top_k=25),

@@ -46,8 +46,7 @@ from omni_actors.engine.models.minicpm_o.prompt import (
     audio_window,
     media_embeddings,
 )
-from omni_actors.engine.models.thinker_adapter import RowOutputs
-from omni_actors.engine.models.thinker_state import EmitRows, ThinkerState, emission
+from omni_actors.engine.models.thinkers import EmitRows, RowOutputs, ThinkerState, emission
 from omni_actors.engine.workers.runner import Emission, Step
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageInputs, StageRequest

@@ -26,8 +26,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.core.sched.output import NewRequestData
 
 from omni_actors.engine.models import ModelSpec, PromptMedia, renamed
-from omni_actors.engine.models.thinker_adapter import RowOutputs, ThinkerAdapter
-from omni_actors.engine.models.thinker_state import ThinkerState, emission
+from omni_actors.engine.models.thinkers import RowOutputs, ThinkerAdapter, ThinkerState, emission
 from omni_actors.engine.workers.runner import Emission, Step
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import StageRequest

@@ -33,7 +33,7 @@ from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
 from omni_actors.engine.models.qwen3_asr.thinker import Qwen3Asr
-from omni_actors.engine.models.thinker_state import EncoderState
+from omni_actors.engine.models.thinkers import EncoderState
 from omni_actors.errors import InvalidPayload, PromptTooLong
 from omni_actors.protocol.messages import TEXT
 from omni_actors.protocol.payloads import HearingAbility, WordTime

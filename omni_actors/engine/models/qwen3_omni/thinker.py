@@ -29,8 +29,7 @@ from vllm.v1.engine import EngineCoreOutput
 from omni_actors.engine.encoded_requests import embeddings_of_seconds
 from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.qwen3_asr.prompt import MEDIA
-from omni_actors.engine.models.thinker_adapter import ThinkerAdapter, ThinkerOutputs
-from omni_actors.engine.models.thinker_state import ThinkerState, emission
+from omni_actors.engine.models.thinkers import ThinkerAdapter, ThinkerOutputs, ThinkerState, emission
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.engine.workers.runner import Emission, Step

@@ -14,7 +14,7 @@ from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.encoder import EncoderAdapter, EncoderSequence
 from omni_actors.engine.models import ModelSpec, served_as
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES
-from omni_actors.engine.models.thinker_state import EncoderState, Residual
+from omni_actors.engine.models.thinkers import EncoderState, Residual
 from omni_actors.engine.prompt_processors import TextPromptProcessor
 from omni_actors.errors import InvalidRequest
 from omni_actors.media.limits import MediaLimits

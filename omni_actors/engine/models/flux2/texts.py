@@ -1,27 +1,66 @@
-"""FLUX.2's text encoder: prompts to the states of three of Qwen3's layers, side by side.
+"""FLUX.2's prompt stage and text encoder.
 
-The model was trained with prompts that are filled up to 512 tokens, and takes the states of the filling, too, which
-attend to the prompt and not to each other. Causal attention without a mask, as vLLM has it, would give others.
+The first makes token ids of texts, and of pictures the pixels that the VAE encoder takes; the second gives the states
+of three of Qwen3's layers, side by side. The model was trained with prompts that are filled up to 512 tokens, and takes
+the states of the filling, too, which attend to the prompt and not to each other. Causal attention without a mask, as
+vLLM has it, would give others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, Qwen3Model
+from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from omni_actors.config.checks import check_parameters
+from omni_actors.engine.arguments import OmniEngineArgs
+from omni_actors.engine.models import ModelSpec, renamed
 from omni_actors.engine.models.cuda_graphs import CudaGraphs
 from omni_actors.engine.models.diffusers_layout import same_everywhere
-from omni_actors.engine.models.flux2 import MAX_TOKENS
+from omni_actors.engine.models.flux2 import MAX_TOKENS, is_distilled, reference_picture
 from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative_ids
+from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, TEXT_ENCODER, OneStepStage
 from omni_actors.engine.models.placeholder import diffusion_spec
 from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
 from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
+from omni_actors.media.decoders import MediaDecoder
+from omni_actors.media.limits import MediaLimits
+from omni_actors.protocol.fields import HostTensor
+from omni_actors.protocol.payloads import Prompt
 from omni_actors.stage.engine_interface import StageInputs, StageRequest
+
+ARCHITECTURE = "OmniActorsFlux2Prompts"  # a class object, which vLLM need not inspect in another process
+
+
+class Flux2Prompts(PicturePrompts):
+    """Turns a prompt with up to ten pictures into token ids and pixels; unless distilled, with a negative prompt."""
+
+    def __init__(self, arguments: OmniEngineArgs, config: VllmConfig, limits: MediaLimits) -> None:
+        super().__init__(arguments, config, limits)
+        self._distilled = is_distilled(Path(config.model_config.model).parent)
+        self.parameters = () if self._distilled else (NEGATIVE_PROMPT,)
+
+    def write(self, text: str, pictures: int) -> str:
+        """The message of a user; the model sees pictures elsewhere."""
+        written: str = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+        return written
+
+    def process(
+        self, request: StageRequest, prompt: Prompt, tensors: Sequence[HostTensor], decoder: MediaDecoder | None = None
+    ) -> tuple[list[int], dict[str, HostTensor]]:
+        """The token ids of a checked prompt; as tensors those of its negative prompt, and its pictures."""
+        negative = None if self._distilled else self.tokens(request.params.negative_prompt or "", 0)
+        pictures = [reference_picture(image) for image in self.pictures(prompt, tensors, decoder)]
+        return self._tokenize(prompt), self.tensors(negative, pictures)
+
 
 LAYERS = (9, 18, 27)  # before which the states are taken
 ACTIVATIONS = 16  # of a step, in values of the width of the gated layer per token
@@ -103,10 +142,20 @@ class Flux2TextEncoder(OneStepStage):
         return torch.cat([states[layer][0] for layer in LAYERS], -1)
 
 
-SPEC = diffusion_spec(
-    Flux2TextEncoder,
-    "num_key_value_heads",
-    MAX_STEPS,
-    {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
-    folder=TEXT_ENCODER,
-)
+SPEC = {
+    "prompt": ModelSpec(
+        kind="prompt",
+        folder="text_encoder",
+        hf_overrides=renamed(ARCHITECTURE, "num_key_value_heads"),
+        vllm_models={ARCHITECTURE: Qwen3ForCausalLM},
+        engine={"max_model_len": MAX_TOKENS + 1},
+        prompts="omni_actors.engine.models.flux2.texts.Flux2Prompts",
+    ),
+    "text_encoder": diffusion_spec(
+        Flux2TextEncoder,
+        "num_key_value_heads",
+        MAX_STEPS,
+        {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
+        folder=TEXT_ENCODER,
+    ),
+}
