@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from omni_actors.engine.arguments import OmniEngineArgs
 from omni_actors.engine.core import VllmCore, VllmEngine, make_request
-from omni_actors.engine.models.thinkers import ENCODED, Encode
+from omni_actors.engine.models.thinkers import ENCODED, EmitRows
 from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.engine.workers.base import attachment_of
 from omni_actors.errors import EngineError, InvalidRequest
@@ -130,7 +130,7 @@ class EncoderEngine(VllmEngine[_Encoding]):
         self._add(request, self.adapter.sequences(request, inputs))
 
     def _add(self, request: StageRequest, sequences: Mapping[str, EncoderSequence]) -> None:
-        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"omni": Encode()})
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args={"omni": EmitRows()})
         prepared = [
             self.core.prepare(
                 make_request(

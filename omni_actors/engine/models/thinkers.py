@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -37,19 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmitRows:
-    """Payload (`extra_args["omni"]`) of a request whose rows a later stage takes."""
+    """Payload (`extra_args["omni"]`) of a request whose rows, or states, a later stage takes."""
 
 
 class MarkedState(DefaultModelState, EmittingState):
-    """Knows the requests that emit something: those with a payload of a class.
-
-    Attributes:
-        mark: that class.
-        counted_as: what the requests are called where state is counted.
-    """
-
-    mark: ClassVar[type]
-    counted_as: ClassVar[str]
+    """Knows the requests that emit something: those with `EmitRows`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +51,7 @@ class MarkedState(DefaultModelState, EmittingState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Take a new request, or one that resumes after preemption, into slot `req_index`."""
         super().add_request(req_index, new_req_data)
-        if isinstance(payload_of(new_req_data), self.mark):
+        if isinstance(payload_of(new_req_data), EmitRows):
             self._emitting[new_req_data.req_id] = new_req_data
 
     def drop_request(self, request_id: str) -> None:
@@ -67,7 +60,7 @@ class MarkedState(DefaultModelState, EmittingState):
 
     def omni_counts(self) -> dict[str, int]:
         """Requests that emit something."""
-        return {self.counted_as: len(self._emitting)}
+        return {"emitting": len(self._emitting)}
 
     def emitting(self, step: Step) -> list[NewRequestData | None]:
         """The requests of the batch, None for those that emit nothing."""
@@ -76,8 +69,6 @@ class MarkedState(DefaultModelState, EmittingState):
 
 class ThinkerState(MarkedState):
     """Knows the requests that emit rows. A family's subclass makes the rows (`emit`)."""
-
-    mark, counted_as = EmitRows, "emitting"
 
     def media_mask(self, step: Step) -> NDArray[np.bool_] | None:
         """Mask bool [tokens] of the positions that media of emitting requests fill; None if there are none.
@@ -114,35 +105,36 @@ class ThinkerState(MarkedState):
 
 def emission(
     requests: Sequence[NewRequestData | None],
-    tensors: Mapping[str, torch.Tensor],
-    positions: Mapping[int, torch.Tensor],
-    part: Callable[[int, Mapping[str, torch.Tensor]], dict[str, Any]],
+    name: str,
+    rows: torch.Tensor,
+    cuts: Sequence[int],
+    details: Callable[[int], dict[str, Any]] = lambda _: {},
+    positions: Mapping[int, torch.Tensor] = MappingProxyType({}),
 ) -> Emission:
     """What a step gives to the later stage.
 
     Args:
         requests: of the batch, None for those that emit nothing.
-        tensors: on the device, by name.
+        rows: of all of them, on the device; `name` is what they are called.
+        cuts: the first row of each request, and the number of all rows.
+        details: what the request at a place gets besides.
         positions: M-RoPE positions of the prompts that have just begun, by place in the batch.
-        part: makes of the copies of the tensors what the request at a place gets besides.
     """
     named = {f"positions/{index}": tensor for index, tensor in positions.items()}
 
     def split(host: Mapping[str, torch.Tensor]) -> Attachments:
-        parts: Attachments = [part(index, host) if request else None for index, request in enumerate(requests)]
+        parts: Attachments = [
+            {name: host[name][cuts[index] : cuts[index + 1]], **details(index)} if request else None
+            for index, request in enumerate(requests)
+        ]
         for index in positions:
             parts[index] = {**(parts[index] or {}), "mrope_positions": host[f"positions/{index}"]}
         return parts
 
-    return Emission({**tensors, **named}, split)
+    return Emission({name: rows, **named}, split)
 
 
 ENCODED = "encoded"  # name of the states [tokens, width] in a request's attachment
-
-
-@dataclass(frozen=True, slots=True)
-class Encode:
-    """Payload (`extra_args["omni"]`) of a sequence to encode."""
 
 
 class Residual(nn.Module):
@@ -160,22 +152,16 @@ class EncoderState(MarkedState):
     above it, so that these are neither loaded nor computed.
     """
 
-    mark, counted_as = Encode, "encoding"
-
     def tapped(self, hidden: torch.Tensor) -> torch.Tensor:
         """What goes to the next stage of states [tokens, width] that the next replay of a graph will overwrite."""
         return hidden.clone()
 
     def emit(self, step: Step) -> Emission | None:
         """The states of the positions that the step has computed."""
-        requests, offsets = self.emitting(step), step.offsets
+        requests = self.emitting(step)
         if not any(requests):
             return None
-
-        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            return {ENCODED: host[ENCODED][offsets[index] : offsets[index + 1]]}
-
-        return emission(requests, {ENCODED: self.tapped(step.hidden[: step.batch.num_tokens])}, {}, part)
+        return emission(requests, ENCODED, self.tapped(step.hidden[: step.batch.num_tokens]), step.offsets)
 
 
 # Of a value in prompt embeddings; the checkpoint's own are below 1. Far larger ones overflow inside the model, and the

@@ -6,7 +6,7 @@ the token. Both are computed here, because the talker's width is a fifth of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -171,11 +171,7 @@ class MiniCpmOThinkerState(ThinkerState):
         on_device = async_tensor_h2d(places, device=self.device)
         rows = self.model.speech_rows(step.batch.input_ids[on_device], step.hidden[on_device])
         cuts = np.cumsum([0, *(end - row for row, end in spans)]).tolist()
-
-        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            return {"start": max(0, begun[index]), "rows": host["rows"][cuts[index] : cuts[index + 1]]}
-
-        return emission(requests, {"rows": rows}, {}, part)
+        return emission(requests, "rows", rows, cuts, lambda index: {"start": max(0, begun[index])})
 
 
 class MiniCpmOThinkerAdapter(TextAdapter):

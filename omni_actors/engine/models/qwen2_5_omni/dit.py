@@ -122,29 +122,20 @@ class DitChunk:
         return self.times[self.interval], self.times[self.interval + 1]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The host's part of a batch.
-
-    Args:
-        intervals: the distinct `DitChunk.now`; a row's `slot` is an index into them.
-        used: rows that chunks take; the others see only themselves.
-        arrays: what goes into the tensors of `_Rows` that are called so.
-    """
-
-    intervals: list[tuple[float, float]]
-    used: int
-    arrays: dict[str, np.ndarray]
-
-
-def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequence[Reach], frames: int) -> Layout:
+def lay_out(
+    chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequence[Reach], frames: int
+) -> tuple[list[tuple[float, float]], int, dict[str, np.ndarray]]:
     """Lay out chunk after chunk, in each the conditional and then the null branch.
 
     Args:
         rows: rows of the batch; at least those of the chunks.
-        entries: entries of `_Rows.keep`; at least one per chunk and branch.
+        entries: entries of `keep`; at least one per chunk and branch.
         reaches: the distinct reaches of the layers.
         frames: frames per block.
+
+    Returns:
+        The distinct `DitChunk.now`, of which a row's `slot` is an index; the rows that chunks take, the others see only
+        themselves; and what goes into the tensors of these names.
     """
     intervals = list(dict.fromkeys(chunk.now for chunk in chunks))
     index = {name: np.zeros(rows, np.int64) for name in ("conditional", "null", "slot")}
@@ -182,7 +173,7 @@ def lay_out(chunks: Sequence[DitChunk], rows: int, entries: int, reaches: Sequen
         left_entries += chunk.branches if chunk.left is not None else 0
     widths = np.array([np.float32(end) - np.float32(start) for start, end in intervals], np.float32)
     own: dict[str, np.ndarray] = {"keep": keep, "keys": keys, "valid": valid, "guidance": guidance, "width": widths}
-    return Layout(intervals, first, index | own)
+    return intervals, first, index | own
 
 
 EPS = 1e-6  # of norms
@@ -211,29 +202,8 @@ def graph_rows(most: int) -> tuple[int, ...]:
     return (*(rows for rows in GRAPH_ROWS if rows < most), most)
 
 
-@dataclass
-class _Rows:
-    """The tensors that one interval reads. Those of a captured graph keep their addresses.
-
-    `conditional` and `null` i64 [rows] are the two rows that guide a row's slope, by `guidance` f32 [rows, 1, 1].
-    `slot` i64 [rows] is the row's index into `modulation` f32 [evaluations, slots, modulations] and `width` f32
-    [slots], the widths of the intervals. `keys` and `valid` i32 [windows, rows, 3] are the windows of
-    `block_attention`, one for each distinct reach. `left` is [evaluations, layers, entries, frames, 2 * width]; `keep`
-    i64 [entries] are the rows whose keys and values are kept.
-    """
-
-    state: torch.Tensor
-    fixed: torch.Tensor
-    conditional: torch.Tensor
-    null: torch.Tensor
-    guidance: torch.Tensor
-    slot: torch.Tensor
-    modulation: torch.Tensor
-    width: torch.Tensor
-    keys: torch.Tensor
-    valid: torch.Tensor
-    left: torch.Tensor
-    keep: torch.Tensor
+# The tensors that one interval reads, by name; `_shapes` has them all. Those of a captured graph keep their addresses.
+_Rows = Mapping[str, torch.Tensor]
 
 
 class _Layer:
@@ -378,11 +348,15 @@ class Dit:
 
     def _allocate(self, rows: int, slots: int, entries: int) -> _Rows:
         shapes = self._shapes(rows, slots, entries)
-        made = {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
-        return _Rows(**made)
+        return {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
 
     def _shapes(self, rows: int, slots: int, entries: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each of the tensors of `_Rows`."""
+        """Shape and type of each of the tensors of `_Rows`.
+
+        `conditional` and `null` are the two rows that guide a row's slope, by `guidance`. `slot` is the row's index
+        into `modulation` and `width`, the widths of the intervals. `keys` and `valid` are the windows of
+        `block_attention`, one for each distinct reach. `keep` are the rows whose keys and values are kept.
+        """
         evaluations, kept, frames = self.solver.evaluations, len(self.kept_layers), self.frames
         modulations, windows = (6 * len(self.layers) + 2) * self.width, (len(self.reaches), rows, 3)
         return {
@@ -403,26 +377,26 @@ class Dit:
     def _view(self, whole: _Rows, rows: int) -> _Rows:
         """The first `rows` rows of a larger allocation, with the slots and entries that this many rows can need."""
         shapes = self._shapes(rows, *self._room(rows))
-        return _Rows(**{name: getattr(whole, name)[tuple(map(slice, shape))] for name, (shape, _) in shapes.items()})
+        return {name: whole[name][tuple(map(slice, shape))] for name, (shape, _) in shapes.items()}
 
     def _room(self, rows: int) -> tuple[int, int]:
         return min(rows, self.max_requests), min(rows, 2 * self.max_requests)
 
     def _fill(self, batch: _Rows, chunks: Sequence[DitChunk], rows: int) -> None:
         """Lay out the chunks in `batch`: chunk after chunk, in each the conditional and then the null branch."""
-        layout = lay_out(chunks, rows, len(batch.keep), self.reaches, self.frames)
-        slots = len(layout.intervals)
+        intervals, used, arrays = lay_out(chunks, rows, len(batch["keep"]), self.reaches, self.frames)
+        slots = len(intervals)
         if chunks:  # none only while graphs are captured
             states = [chunk.state for chunk in chunks for _ in range(chunk.branches)]
-            torch.cat(states, out=batch.state[: layout.used])
-            torch.cat([chunk.fixed for chunk in chunks], out=batch.fixed[: layout.used])
-            modulations = [self._modulation(*interval) for interval in layout.intervals]
-            batch.modulation[:, :slots] = torch.stack(modulations, dim=1) if slots > 1 else modulations[0][:, None]
+            torch.cat(states, out=batch["state"][:used])
+            torch.cat([chunk.fixed for chunk in chunks], out=batch["fixed"][:used])
+            modulations = [self._modulation(*interval) for interval in intervals]
+            batch["modulation"][:, :slots] = torch.stack(modulations, dim=1) if slots > 1 else modulations[0][:, None]
         lefts = [self._now(chunk, chunk.left) for chunk in chunks if chunk.left is not None]
         if lefts:
             joined = torch.cat(lefts, dim=2) if len(lefts) > 1 else lefts[0]
-            batch.left[:, :, : joined.shape[2]] = joined
-        self._upload([(getattr(batch, name)[: len(array)], array) for name, array in layout.arrays.items()])
+            batch["left"][:, :, : joined.shape[2]] = joined
+        self._upload([(batch[name][: len(array)], array) for name, array in arrays.items()])
 
     def _now(self, chunk: DitChunk, tensor: torch.Tensor) -> torch.Tensor:
         """The part of `left` or `keep` that belongs to the evaluations of the chunk's interval."""
@@ -443,30 +417,30 @@ class Dit:
             offset += source.nbytes
 
     def _interval(self, batch: _Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """New states [rows, frames, mel_dim], and the keys and values to keep, in the shape of `_Rows.left`."""
-        step = batch.width[batch.slot].view(-1, 1, 1)
+        """New states [rows, frames, mel_dim], and the keys and values to keep, in the shape of `left`."""
+        step = batch["width"][batch["slot"]].view(-1, 1, 1)
         kept = torch.empty(
-            (self.solver.evaluations, len(self.kept_layers), len(batch.keep), *batch.left.shape[3:]),
+            (self.solver.evaluations, len(self.kept_layers), len(batch["keep"]), *batch["left"].shape[3:]),
             dtype=self.dtype,
             device=self.device,
         )
         windows: dict[Reach, _Window] = {}
         for number, reach in enumerate(self.reaches):
             seen = slice(sum(reach) + 1)
-            windows[reach] = (batch.keys[number, :, seen].contiguous(), batch.valid[number, :, seen].contiguous())
+            windows[reach] = (batch["keys"][number, :, seen].contiguous(), batch["valid"][number, :, seen].contiguous())
 
         def slope(evaluation: int, at: torch.Tensor) -> torch.Tensor:
             return self._slope(batch, evaluation, at, windows, kept[evaluation])
 
-        return self.solver.advance(batch.state, step, slope), kept
+        return self.solver.advance(batch["state"], step, slope), kept
 
     def _slope(
         self, batch: _Rows, evaluation: int, state: torch.Tensor, windows: Mapping[Reach, _Window], kept: torch.Tensor
     ) -> torch.Tensor:
         """The guided slope at `state` [rows, frames, mel_dim]; also writes the keys and values to keep into `kept`."""
         width = self.width
-        modulation = batch.modulation[evaluation]
-        hidden, owner = batch.fixed + F.linear(state, self._state_weight), batch.slot[:, None]
+        modulation = batch["modulation"][evaluation]
+        hidden, owner = batch["fixed"] + F.linear(state, self._state_weight), batch["slot"][:, None]
 
         def part(index: int) -> torch.Tensor:
             return modulation[:, index * width : (index + 1) * width]
@@ -484,11 +458,11 @@ class Dit:
             first = 6 * index
             normed = norm(update, max(0, first - 1), first + 1, first)
             qkv = F.linear(normed, *layer.qkv)
-            left = batch.left[evaluation, 0][:0]
+            left = batch["left"][evaluation, 0][:0]
             if layer.back:
                 place = self.kept_layers.index(index)
-                left = batch.left[evaluation, place]
-                torch.index_select(qkv[..., self.inner :], 0, batch.keep, out=kept[place])
+                left = batch["left"][evaluation, place]
+                torch.index_select(qkv[..., self.inner :], 0, batch["keep"], out=kept[place])
             reach = (layer.back, layer.ahead)
             mixed = block_attention(
                 qkv,
@@ -504,8 +478,8 @@ class Dit:
             update = F.linear(self._gelu_linear(normed, *layer.up), *layer.down)
         last = 6 * len(self.layers)
         slope = F.linear(norm(update, last - 1, last, last + 1), *self._proj_out).float()
-        conditional = slope[batch.conditional]
-        return conditional + (conditional - slope[batch.null]) * batch.guidance
+        conditional = slope[batch["conditional"]]
+        return conditional + (conditional - slope[batch["null"]]) * batch["guidance"]
 
     def _gelu_linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         if not self.fused:

@@ -45,9 +45,10 @@ from omni_actors.engine.models.code_talker import (
     TalkerState,
     chosen_voice,
 )
+from omni_actors.engine.models.diffusers_layout import checkpoint_file
 from omni_actors.engine.rows import to_host
 from omni_actors.engine.scheduler import RowStream
-from omni_actors.errors import ConfigError, InvalidPayload
+from omni_actors.errors import ConfigError, InvalidPayload, StartupError
 from omni_actors.protocol.fields import HostTensor
 from omni_actors.protocol.payloads import StageParams
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRequest
@@ -59,12 +60,9 @@ def load_voices(model: str) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: the file is missing or lacks something that the published checkpoints have.
     """
-    from transformers.utils import cached_file
-
     try:
-        path = cached_file(model, "spk_dict.pt")
-        voices = torch.load(path, weights_only=True, map_location="cpu")
-    except OSError as error:
+        voices = torch.load(checkpoint_file(model, "spk_dict.pt"), weights_only=True, map_location="cpu")
+    except (OSError, StartupError) as error:
         raise ConfigError(f"The checkpoint {model!r} has no readable spk_dict.pt: {error}") from error
     if not isinstance(voices, dict) or not voices:
         raise ConfigError(f"spk_dict.pt of {model!r} holds no voices.")

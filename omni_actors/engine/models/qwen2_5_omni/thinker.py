@@ -9,7 +9,7 @@ plus token embedding (see `Qwen2_5OmniThinkerState`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -124,12 +124,7 @@ class Qwen2_5OmniThinkerState(ThinkerState):
             if request is not None and request.req_id in self._unplaced:
                 self._unplaced.remove(request.req_id)
                 positions[index] = self.prompt_positions(step, index)
-
-        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            own = host["rows"][step.offsets[index] : step.offsets[index + 1]]
-            return {"start": step.starts[index], "rows": own}
-
-        return emission(requests, {"rows": rows}, positions, part)
+        return emission(requests, "rows", rows, step.offsets, lambda index: {"start": step.starts[index]}, positions)
 
     def _put_given(self, embeddings: torch.Tensor, step: Step) -> None:
         """Put embeddings that came with a prompt in the place of those of its tokens, in `embeddings` [n_tokens, H]."""

@@ -71,13 +71,12 @@ class Qwen3OmniThinkerState(ThinkerState):
         }
         cuts = np.searchsorted(places, step.offsets).tolist()
 
-        def part(index: int, host: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            start, row, end = step.starts[index], step.offsets[index], step.offsets[index + 1]
-            mine = slice(cuts[index], cuts[index + 1])
-            in_prompt = torch.from_numpy(places[mine] - row + start)
-            return {"media_rows": host["media_rows"][mine], "places": in_prompt, "end": start + end - row}
+        def details(index: int) -> dict[str, Any]:
+            before = step.offsets[index] - step.starts[index]
+            in_prompt = torch.from_numpy(places[cuts[index] : cuts[index + 1]] - before)
+            return {"places": in_prompt, "end": step.offsets[index + 1] - before}
 
-        return emission(requests, {"media_rows": rows}, positions, part)
+        return emission(requests, "media_rows", rows, cuts, details, positions)
 
 
 def flat_where_sound_is_in_video(positions: torch.Tensor, features: Sequence[MultiModalFeatureSpec]) -> torch.Tensor:

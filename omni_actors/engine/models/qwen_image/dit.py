@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -208,8 +208,7 @@ class _TextNorm(nn.Module):
         return F.rms_norm(tokens.float(), self.weight.shape, self.weight.float() + 1.0, self.eps).to(tokens.dtype)
 
 
-@dataclass(frozen=True)
-class _Factors:
+class _Factors(NamedTuple):
     """How all layers scale normed tokens and gate what they add to them; each [sequences, width].
 
     Args:
