@@ -454,7 +454,7 @@ class Flow(nn.Module):
             last: whether they are the utterances' last. If not, the look-ahead is not decoded.
 
         Returns:
-            f32 mel frames [batch, frames, mels], and the states after them; none if they are the last.
+            f32 mel frames [frames, mels] of each, and the states after them; none if they are the last.
         """
         means, left = self.encoder(chunks, last=last)
         batch, frames, _ = means.shape
