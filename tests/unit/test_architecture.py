@@ -14,8 +14,8 @@ from tests.support.paths import REPOSITORY
 
 PACKAGE = lines_per_package.PACKAGE
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 35_044
-FILES = 246
+CODE_LINES = 34_928
+FILES = 245
 
 
 @cache  # it reads the whole package
