@@ -97,24 +97,24 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not (folder / "model.safetensors").exists():
             pytest.fail(f"OMNI_TEST_CHECKPOINT={given} holds no checkpoint")
         return folder
-    from tools.checkpoints.measure import quiet_transformers
     from tools.checkpoints.omni import write_tiny
+    from tools.checkpoints.reference import quiet_transformers
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen2_5_omni"
-    write_tiny(folder, check=False)  # tests/e2e compares what it answers
+    write_tiny(folder)  # tests/e2e compares what it answers
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Qwen3-Omni checkpoint (seed 0), built for this run."""
-    from tools.checkpoints.measure import quiet_transformers
     from tools.checkpoints.omni import QWEN3_OMNI, write_tiny
+    from tools.checkpoints.reference import quiet_transformers
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny_qwen3_omni"
-    write_tiny(folder, family=QWEN3_OMNI, check=False)
+    write_tiny(folder, family=QWEN3_OMNI)
     return folder
 
 

@@ -235,7 +235,7 @@ def test_qwen2_5_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen2.5-omni {draw}")
     sizes, seed = drawn_sizes.qwen2_5_omni_sizes(generator), generator.randrange(1 << 31)
     print(seed, sizes)
-    omni.write_tiny(tmp_path, seed, sizes=sizes, check=False)
+    omni.write_tiny(tmp_path, seed, sizes=sizes)
     reference = Reference(tmp_path)
     asked = prompts(generator, reference, tmp_path)
     chosen = omni.QWEN2_5_OMNI.tiny_sizes(sizes)
@@ -276,7 +276,7 @@ def test_qwen3_omni_equals_transformers(draw: str, tmp_path: Path) -> None:
     generator = Random(f"qwen3-omni {draw}")
     sizes, seed = drawn_sizes.qwen3_omni_sizes(generator), generator.randrange(1 << 31)
     print(seed, sizes)
-    omni.write_tiny(tmp_path, seed, family=omni.QWEN3_OMNI, sizes=sizes, check=False)
+    omni.write_tiny(tmp_path, seed, family=omni.QWEN3_OMNI, sizes=sizes)
     reference = Qwen3Reference(tmp_path)
     asked = prompts(generator, reference, tmp_path)
     for each in asked:

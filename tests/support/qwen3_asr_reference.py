@@ -11,7 +11,7 @@ import torch
 
 from tests.support.reference import one_thread
 from tools.checkpoints.asr import transformers_config, transformers_names
-from tools.checkpoints.measure import quiet_transformers
+from tools.checkpoints.reference import quiet_transformers
 
 
 class Qwen3AsrReference:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.support.reference import GREEDY, OmniReference, end_tokens, one_thread, recorded
-from tools.checkpoints.measure import voices_of
+from tools.checkpoints.reference import voices_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tests.support.reference import one_thread, recorded
-from tools.checkpoints.measure import quiet_transformers
+from tools.checkpoints.reference import quiet_transformers
 
 OLD_CODEC = ("configuration_qwen3_tts_tokenizer_v1", "modeling_qwen3_tts_tokenizer_v1")
 NO_END = -1  # never sampled

@@ -2,7 +2,7 @@
 
 The reference is the published behaviour, which transformers 5.19 misses in one place: its `generate()` drops the
 talker's attention mask and with it the embeddings of the codec's pad and start tokens. The mask is kept here, see
-`tools.checkpoints.measure.keep_talker_attention_mask`.
+`tools.checkpoints.reference.keep_talker_attention_mask`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tools.checkpoints.measure import AUDIO_RATE, generate_arguments, load_reference_model, quiet_transformers
+from tools.checkpoints.reference import AUDIO_RATE, generate_arguments, load_reference_model, quiet_transformers
 
 GREEDY: dict[str, Any] = {"do_sample": False}
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional
 
 from tests.support.paths import REPOSITORY
-from tools.checkpoints.measure import load_reference_model
+from tools.checkpoints.reference import load_reference_model
 from tools.speaker.codec import PHONES, SOUNDS, Sound
 from tools.speaker.conversations import IGNORED, Conversation, Question, examples_of, inputs_of
 from tools.speaker.judge import Judge

@@ -7,7 +7,7 @@
 
 `tiny` has the real architecture at toy size and random weights, scaled so that the outputs are useful in tests: greedy
 tokens vary with the prompt and do not fall into a cycle, the waveform has amplitude and is not clipped
-(docs/decisions.md). It checks this at the end and fails if the outputs do not vary enough.
+(docs/decisions.md).
 
 `full` has the published sizes of Qwen2.5-Omni-7B and no weights; vLLM fills it with `load_format: dummy`.
 
@@ -29,7 +29,7 @@ MARKER_FILE = "omni_actors_checkpoint.json"
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be written, or its outputs do not pass the checks."""
+    """A checkpoint cannot be written."""
 
 
 class FolderError(CheckpointError):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tools.checkpoints import CheckpointError, FolderError, asr, cosyvoice, minicpm, omni, tts
-from tools.checkpoints.measure import print_answers, quiet_transformers
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
+from tools.checkpoints.reference import quiet_transformers
 
 # By family, what it is and who writes it (`write_tiny`, `write_full`) with which further arguments.
 FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "-flux2-klein": ("FLUX.2 klein 4B", FLUX2_KLEIN, {}),
 }
 SIZES = {"tiny": "toy size, random weights, runnable", "full": "published sizes, no weights (vLLM: load_format dummy)"}
-# By kind, its help, and what takes the folder and the options of its command, and may return answers.
+# By kind, its help, and what takes the folder and the options of its command.
 WRITERS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{size}{name}": (f"{about}: {text}", partial(getattr(writer, f"write_{size}"), **given))
     for size, text in SIZES.items()
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 if the outputs fail a check, 2 if the folder cannot be used."""
+    """Runs the command line; returns 0, 1 if a part has no rule, 2 if the folder cannot be used."""
     options = vars(make_parser().parse_args(arguments))
     name, folder = options.pop("command"), options.pop("out_dir")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,8 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # the model is tiny: more threads only wait for each other, for minutes on a busy machine
     started = time.monotonic()
     try:
-        if answers := WRITERS[name][1](folder, **options):
-            print_answers(answers)
+        WRITERS[name][1](folder, **options)
     except (CheckpointError, OSError) as error:
         print(f"checkpoints: {error}", file=sys.stderr)
         return 2 if isinstance(error, FolderError | OSError) else 1

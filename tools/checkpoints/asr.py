@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from tools.checkpoints import claim_folder, write_json
 from tools.checkpoints.families import Family, Sizes
-from tools.checkpoints.measure import AUDIO_RATE
 from tools.checkpoints.omni import make_generation_config
+from tools.checkpoints.reference import AUDIO_RATE
 from tools.checkpoints.tokenizer import make_tokenizer
 from tools.checkpoints.weights import draw_parameter, restrict_output, spoken_token_ids
 

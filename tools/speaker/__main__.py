@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tools.checkpoints import FolderError
-from tools.checkpoints.measure import quiet_transformers
+from tools.checkpoints.reference import quiet_transformers
 from tools.speaker import SpeakerError
 from tools.speaker.checkpoint import write_new
 from tools.speaker.evaluate import SAID, STAGES, Speaker, ask, say

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.checkpoints.measure import generate_arguments, load_reference_model
+from tools.checkpoints.reference import generate_arguments, load_reference_model
 from tools.speaker.codec import VOICES
 from tools.speaker.conversations import Conversation, Question, about_shape, draw, inputs_of, spoken_lists
 from tools.speaker.judge import Judge, edit_distance, held_out_speech, phones_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from tools.checkpoints.measure import load_reference_model
+from tools.checkpoints.reference import load_reference_model
 from tools.speaker import SpeakerError
 from tools.speaker.checkpoint import WEIGHTS, save
 from tools.speaker.dit import Dit
