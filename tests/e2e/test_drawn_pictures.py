@@ -29,7 +29,7 @@ from tests.support.drawn_sizes import DRAWS, draw_text
 from tests.support.picture_wishes import Wish, engine, equal, request, run
 from tools.checkpoints.pictures import FLUX2_KLEIN, QWEN_IMAGE, Z_IMAGE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 Painter = z_image_engine.Painter | qwen_image.Painter | flux2_klein.Painter
 

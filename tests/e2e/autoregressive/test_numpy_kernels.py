@@ -57,6 +57,7 @@ def compared(monkeypatch):
     return names
 
 
+@pytest.mark.nightly  # whatever is compared with transformers runs these kernels, too
 def test_each_kernel_does_what_the_interpreter_does(tight, answers, compared):
     """Prompts in pieces, requests that are preempted, and sampling of all kinds."""
     thinker = tight("thinker")

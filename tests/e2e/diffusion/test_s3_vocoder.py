@@ -99,6 +99,7 @@ def test_utterances_of_any_length_and_voice_in_one_batch_equal_the_reference(eng
         assert_equal(sounds[name], reference.stream(growing(tokens(count, seed)), voices[voice or "alto"]))
 
 
+@pytest.mark.nightly
 def test_a_batch_in_memory_for_a_larger_one_and_longer_voices_sounds_the_same(
     tiny_minicpm_o, reference, voices, monkeypatch
 ):
