@@ -244,6 +244,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return sharing.ByPipeline(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_unconfigure() -> None:
+    """Lets the interpreter free what was frozen: bindings complain of what is left at the end."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the tests of real processes without models, by their folder, and has the longest begin first.
 

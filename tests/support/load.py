@@ -104,14 +104,16 @@ class Losses:
     noticed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first loss shows in a description."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _killed: set[int] = field(default_factory=set)
 
     def kill(self, name: str) -> None:
-        """Kill the process that the replica has by now."""
+        """Kill the replica's process, or its next one if this was killed and nobody has noticed yet."""
 
         async def kill() -> None:
             async with asyncio.timeout(30 * PATIENCE):
-                while not (pid := (await replicas(self.client))[name].pid):  # noqa: ASYNC110 - it is about to start
+                while not (pid := (await replicas(self.client))[name].pid) or pid in self._killed:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
+            self._killed.add(pid)
             psutil.Process(pid).kill()
             await self._follow(pid, name)
 
