@@ -339,8 +339,8 @@ def test_what_cannot_be_truncated_is_refused(change: dict[str, Any], param: str)
 
 async def test_the_journal_of_a_long_session_stays_short_and_has_all_of_it(tmp_path: Path) -> None:
     journals, talk = Journals(str(tmp_path), "sessions"), Talk(audio_seconds=10.0)
-    moved: list[bool] = []
-    keeper, seen = SessionKeeper(talk.session, "me", journals, lambda: moved.append(True)), 0
+    keeper, seen = SessionKeeper(talk.session, "me", journals), 0
+    writing = asyncio.create_task(keeper.run())
     file = tmp_path / "sessions" / talk.session.id
     for turn in range(60):
         talk.append(SECOND[: -2 * turn or None])
@@ -348,6 +348,7 @@ async def test_the_journal_of_a_long_session_stays_short_and_has_all_of_it(tmp_p
         seen, new = len(talk.events), talk.events[seen:]
         for event in new:
             keeper.note(event)
+        await keeper.caught_up.wait()
         assert file.stat().st_size <= 2 * talk.session.held + SLACK_BYTES + 2 * len(SECOND)
     with file.open("ab") as torn:
         torn.write(b"\0\0\1\0died")
@@ -355,13 +356,17 @@ async def test_the_journal_of_a_long_session_stays_short_and_has_all_of_it(tmp_p
     assert [len(item.parts[0].audio) for item in kept.items] == [len(SECOND) - 2 * turn for turn in range(50, 60)]
     with pytest.raises(HttpError, match="no session"):
         await find(talk.session.id, "you", journals)
-    other = SessionKeeper(talk.session, "me", journals, lambda: None)
+    other = SessionKeeper(talk.session, "me", journals)
+    goes_on = asyncio.create_task(other.run())
     other.note(talk.events[0])
-    assert not moved
+    await other.caught_up.wait()
+    assert not writing.done()
     keeper.note(talk.events[-1])
-    assert moved, "another connection has the session"
+    await writing  # another connection has the session
+    goes_on.cancel()
+    await asyncio.gather(goes_on, return_exceptions=True)
     for each in (keeper, other):
-        each.close(ended=True)
+        await each.close(ended=True)
     assert os.listdir(file.parent) == []
 
 

@@ -181,7 +181,7 @@ class SessionConnection:
         self._asker = Asker(state, state.tenant(request), request.state.traceparent)
         self._keeper: SessionKeeper | None = None
         if line.speaker is None:  # a call cannot go on over a WebSocket
-            self._keeper = SessionKeeper(session, self.owner, state.sessions, self._moved)
+            self._keeper = SessionKeeper(session, self.owner, state.sessions)
         self.live = line.live
         told = self.live.told if self.live is not None else None
         self._outbox = Outbox(line.send, state.settings.write_timeout, self._keeper, told)
@@ -205,6 +205,8 @@ class SessionConnection:
         self._carry_out(self._session.opened())
         self._account()
         works = [self._read(), self._outbox.write(), self._transcriber.run(), self._close()]
+        if self._keeper is not None:
+            works.append(self._keep(self._keeper))
         if self.live is not None and isinstance(self._line, WebSocketLine):
             works.append(self.live.play())
         try:
@@ -219,9 +221,10 @@ class SessionConnection:
                 await self._store()
                 self.live.close("connection_lost")
             if self._keeper is not None:
-                self._keeper.close(ended=self._left)
+                await self._keeper.close(ended=self._left)
 
-    def _moved(self) -> None:
+    async def _keep(self, keeper: SessionKeeper) -> None:
+        await keeper.run()
         self.end(HttpError(408, "The session goes on over another connection.", code="session_resumed"), left=False)
 
     def end(self, why: HttpError, left: bool = True) -> None:

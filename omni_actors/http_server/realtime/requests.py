@@ -83,6 +83,8 @@ class Outbox:
         while True:
             data = await self._waiting.get()
             async with asyncio.timeout(self._write_timeout):
+                if self._keeper is not None:
+                    await self._keeper.caught_up.wait()
                 await self._send(data.decode())
             self._bytes -= len(data)
             self._drained.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 from starlette.requests import HTTPConnection
@@ -75,38 +75,59 @@ def _entries(data: bytes) -> Iterator[KeptSession]:
 
 
 class SessionKeeper:
-    """Writes down what changes in a session, before its client is told: a turn takes less than a millisecond.
+    """Writes down what changes in a session.
 
     Args:
         owner: whose session it is.
-        moved: called once another connection goes on with the session.
     """
 
-    def __init__(self, session: RealtimeSession, owner: str, journals: Journals, moved: Callable[[], None]) -> None:
-        self._session, self._owner, self._journals, self._moved = session, owner, journals, moved
+    def __init__(self, session: RealtimeSession, owner: str, journals: Journals) -> None:
+        self._session, self._owner, self._journals = session, owner, journals
         self._journal: Journal | None = None
+        self._changed: set[str] = set()  # ids of items
+        self._wake = asyncio.Event()
+        self._writing: asyncio.Future[bool] | None = None
+        self.caught_up = asyncio.Event()
 
     def note(self, event: Event) -> None:
-        """Take an event of the server: append what it has changed, or write a journal anew that has become long."""
-        journal = self._journal
-        if event["type"] not in CHANGES:
-            return
+        """Take an event of the server."""
+        if event["type"] in CHANGES:
+            self._changed.add(event.get("item_id") or event.get("item", {}).get("id", ""))
+            self._wake.set()
+            self.caught_up.clear()
+
+    async def run(self) -> None:
+        """Write down what has changed, turn by turn, until another connection goes on with the session."""
+        while True:
+            if not self._changed:
+                self.caught_up.set()
+            await self._wake.wait()
+            self._wake.clear()
+            changed, self._changed = self._changed, set()
+            anew = self._journal is None or self._journal.size > 2 * self._session.held + SLACK_BYTES
+            data = msgspec.msgpack.encode(self._session.kept(self._owner, None if anew else changed))
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, data, anew))
+            if not await asyncio.shield(self._writing):
+                self.caught_up.set()
+                return
+
+    def _write(self, data: bytes, anew: bool) -> bool:
+        """Write an entry, or all anew; false if the session is not this connection's any more. Runs on a thread."""
+        entry, journal = len(data).to_bytes(LENGTH_BYTES) + data, self._journal
         if journal is not None and journal.is_replaced:
-            self._moved()
-            return
-        anew = journal is None or journal.size > 2 * self._session.held + SLACK_BYTES
-        changed = (event.get("item_id") or event.get("item", {}).get("id", ""),)
-        data = msgspec.msgpack.encode(self._session.kept(self._owner, None if anew else changed))
-        entry = len(data).to_bytes(LENGTH_BYTES) + data
+            return False
         if journal is not None and not anew:
             journal.append(entry)
-            return
+            return True
         self._journal = self._journals.begin(self._session.id, entry)
         if journal is not None:
             journal.close()
+        return True
 
-    def close(self, ended: bool) -> None:
+    async def close(self, ended: bool) -> None:
         """Leave the session to another connection, or to none if it has `ended`."""
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))
         if self._journal is not None:
             if ended:
                 self._journal.remove()
