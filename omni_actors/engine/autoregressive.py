@@ -43,7 +43,8 @@ WARM_UP_LENGTH = 24
 # kernels (0.8 s each) for each power of two that fits into a GPU's multiprocessors, or a part of them, by request.
 WARM_UP_BATCHES = (1, 2, 4, 8, 9, 16, 17, 32, 64)
 WARM_UP_SECONDS = 20.0  # after which prompts that compile kernels are left to requests
-# Requests of one batch. The second has the model's top_k; where that is none, top_p alone has kernels of its own.
+# Requests of one batch. top_k and top_p have kernels for both, for the first and, where the model has no top_k, for the
+# second.
 WARM_UP_MIXES = (
     (
         StageParams(
@@ -51,6 +52,7 @@ WARM_UP_MIXES = (
         ),
         StageParams(max_tokens=3, temperature=0.0, repetition_penalty=1.0),
     ),
+    (StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_k=40, top_p=1.0),),
     (StageParams(max_tokens=3, min_tokens=3, temperature=0.9, top_p=0.8),),
 )
 

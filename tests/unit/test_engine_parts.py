@@ -17,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.sample.ops import topk_topp_triton
 
 from omni_actors.engine import models
-from omni_actors.engine.autoregressive import WARM_UP_BATCHES
+from omni_actors.engine.autoregressive import WARM_UP_BATCHES, WARM_UP_MIXES
 from omni_actors.engine.core import StepFailed, device_is_lost
 from omni_actors.engine.diffusion import picture_events
 from omni_actors.engine.encoded_requests import check_feature, merged_patches
@@ -121,6 +121,8 @@ def test_a_start_samples_with_all_kernels_that_requests_need(multiprocessors: in
     splits = vars(topk_topp_triton)["_topp_split_count"]
     needed = {splits(requests, multiprocessors) for requests in range(1, 65)}
     assert {splits(requests, multiprocessors) for requests in WARM_UP_BATCHES} == needed
+    limits = [{(one.top_k or 0) > 0: (one.top_p or 1) < 1 for one in mix if one.temperature} for mix in WARM_UP_MIXES]
+    assert limits == [{True: True}, {True: False}, {False: True}], "both, top_k alone, top_p alone"
 
 
 def test_log_probabilities_of_a_prompt_are_bounded():
