@@ -97,6 +97,57 @@ class Progress(msgspec.Struct, frozen=True):
 StreamItem = Text | Audio | Image | Video | Latents | WordTimes | Progress
 
 
+class CollectedItems:
+    """The items of one answer.
+
+    Attributes:
+        output: the answer so far, but for what `joined` adds.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.output = OmniRequestOutput(request_id)
+        self._texts: list[str] = []
+        self._pieces: list[NDArray[numpy.float32]] = []
+        self._frames: list[NDArray[numpy.uint8]] = []
+        self._calls = CollectedCalls()
+
+    def add(self, item: StreamItem) -> None:
+        """Add the next item; previews and progress leave nothing behind."""
+        output = self.output
+        match item:
+            case Text():
+                self._texts.append(item.text)
+                self._calls.add(item.tool_calls)
+                output.token_ids.extend(item.token_ids)
+                output.logprobs.extend(item.logprobs)
+                output.prompt_logprobs.extend(item.prompt_logprobs)
+            case Audio():
+                self._pieces.append(item.samples)
+                output.sample_rate = item.sample_rate
+            case Image(preview=False):
+                output.images.append(item.pixels)
+            case Video():
+                self._frames.append(item.frames)
+                output.frames_per_second = item.frames_per_second
+            case Latents():
+                output.latents.append(item.tensor)
+            case WordTimes():
+                output.words = item.words
+            case Image() | Progress():
+                pass
+
+    def joined(self) -> OmniRequestOutput:
+        """The answer, with its pieces joined."""
+        output = self.output
+        output.text = "".join(self._texts)
+        output.tool_calls = self._calls.whole()
+        if self._pieces:
+            output.audio = numpy.concatenate(self._pieces)
+        if self._frames:
+            output.video = numpy.concatenate(self._frames)
+        return output
+
+
 class RequestStream:
     """The answer to one request: iterate for its `StreamItem`s in order, then read `usage`.
 
@@ -162,39 +213,10 @@ class RequestStream:
 
     async def result(self) -> OmniRequestOutput:
         """Wait for the answer, or for what was not read of it before. Raises the `OmniError` with which it failed."""
-        output = OmniRequestOutput(self.request_id)
-        texts: list[str] = []
-        pieces: list[NDArray[numpy.float32]] = []
-        frames: list[NDArray[numpy.uint8]] = []
-        calls = CollectedCalls()
+        collected = CollectedItems(self.request_id)
         async for item in self:
-            match item:
-                case Text():
-                    texts.append(item.text)
-                    calls.add(item.tool_calls)
-                    output.token_ids.extend(item.token_ids)
-                    output.logprobs.extend(item.logprobs)
-                    output.prompt_logprobs.extend(item.prompt_logprobs)
-                case Audio():
-                    pieces.append(item.samples)
-                    output.sample_rate = item.sample_rate
-                case Image(preview=False):
-                    output.images.append(item.pixels)
-                case Video():
-                    frames.append(item.frames)
-                    output.frames_per_second = item.frames_per_second
-                case Latents():
-                    output.latents.append(item.tensor)
-                case WordTimes():
-                    output.words = item.words
-                case Image() | Progress():
-                    pass
-        output.text = "".join(texts)
-        output.tool_calls = calls.whole()
-        if pieces:
-            output.audio = numpy.concatenate(pieces)
-        if frames:
-            output.video = numpy.concatenate(frames)
+            collected.add(item)
+        output = collected.joined()
         output.usage = self.usage
         output.finish_reasons = {stage: usage.finish_reason.value for stage, usage in self.usage.items()}
         return output

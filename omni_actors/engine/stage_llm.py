@@ -23,7 +23,17 @@ from omni_actors.client.prompts import (
     refuse_unknown_keys,
     to_prompt,
 )
-from omni_actors.client.streams import OmniRequestOutput, OmniTokensPrompt
+from omni_actors.client.streams import (
+    Audio,
+    CollectedItems,
+    Image,
+    Latents,
+    OmniRequestOutput,
+    OmniTokensPrompt,
+    Text,
+    Video,
+    WordTimes,
+)
 from omni_actors.config import StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, build_engine
 from omni_actors.engine.prompt import PromptEngine
@@ -260,10 +270,10 @@ class _Answer:
     def __init__(self, stage: str, request_id: str) -> None:
         self.ended = False
         self._stage = stage
-        self._output = OmniRequestOutput(request_id)
+        self._collected = CollectedItems(request_id)
+        self._output = self._collected.output
         self._opened = time.monotonic()
         self._first_output: float | None = None
-        self._audio: list[NDArray[np.float32]] = []
         self._tensors: dict[str, list[HostTensor]] = defaultdict(list)
 
     def fail(self, error: OmniError) -> None:
@@ -272,25 +282,23 @@ class _Answer:
 
     def take(self, event: EngineEvent) -> None:
         """Add what an event says."""
-        since = time.monotonic() - self._opened
+        since, add = time.monotonic() - self._opened, self._collected.add
         if self._first_output is None and not isinstance(event, ProgressEvent | FinishedEvent | ErrorEvent):
             self._first_output = since
         match event:
             case TextEvent():
-                self._output.text += event.text
-                self._output.token_ids.extend(event.token_ids)
-                self._output.logprobs.extend(event.logprobs)
-                self._output.prompt_logprobs.extend(event.prompt_logprobs)
+                token_ids = list(event.token_ids)
+                add(Text(event.text, token_ids, event.tool_calls, event.logprobs, event.prompt_logprobs))
             case AudioEvent():
-                self._audio.append(np.frombuffer(event.samples.data, dtype=np.float32))
-                self._output.sample_rate = event.sample_rate
-            case ImageEvent(preview=False):
-                pixels = np.frombuffer(event.pixels.data, dtype=np.uint8)
-                self._output.images.append(pixels.reshape(event.pixels.shape))
+                add(Audio(np.frombuffer(event.samples.data, dtype=np.float32), event.sample_rate))
+            case ImageEvent():
+                add(Image(_pixels(event.pixels), event.preview))
+            case VideoEvent():
+                add(Video(_pixels(event.frames), event.frames_per_second))
             case LatentsEvent(preview=False):
-                self._output.latents.append(event.latents)
+                add(Latents(event.latents))
             case WordsEvent():
-                self._output.words = event.words
+                add(WordTimes(event.words))
             case StreamEvent():
                 self._output.token_ids.extend(event.token_ids)
                 for name, tensor in event.tensors.items():
@@ -303,12 +311,14 @@ class _Answer:
                 self.ended = True
             case ErrorEvent():
                 self.fail(event.error)
-            case ImageEvent() | VideoEvent() | LatentsEvent() | ProgressEvent():  # previews, and no output here
+            case LatentsEvent() | ProgressEvent():  # previews, and no output here
                 pass
 
     def result(self) -> OmniRequestOutput:
         """The result, with its pieces joined."""
-        if self._audio:
-            self._output.audio = np.concatenate(self._audio)
         self._output.tensors = {name: concatenate_rows(parts) for name, parts in self._tensors.items()}
-        return self._output
+        return self._collected.joined()
+
+
+def _pixels(given: HostTensor) -> NDArray[np.uint8]:
+    return np.frombuffer(given.data, dtype=np.uint8).reshape(given.shape)
