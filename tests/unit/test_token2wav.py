@@ -14,7 +14,7 @@ from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (
     Qwen2_5OmniToken2WavBigVGANModel,
 )
 
-from omni_actors.engine.models.chunks import ChunkPolicy, DecodeOptions
+from omni_actors.engine.models.chunks import ChunkPolicy, read_decode
 from omni_actors.engine.models.qwen2_5_omni import bigvgan, kernels
 from omni_actors.engine.models.qwen2_5_omni.dit import GRAPH_ROWS, SOLVERS, graph_rows
 from omni_actors.engine.models.qwen2_5_omni.stream import NoiseBlocks
@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 )
 def test_bad_decode_options(options: dict[str, object], text: str):
     with pytest.raises(ConfigError, match=text):
-        DecodeOptions.from_mapping(options, ChunkPolicy(3), tuple(SOLVERS))
+        read_decode(options, ChunkPolicy(3), tuple(SOLVERS))
 
 
 def test_noise_does_not_depend_on_the_length_or_on_how_it_is_taken():

@@ -52,45 +52,32 @@ class ChunkPolicy:
         return self.shift + begin + min(self.largest, max(self.first, begin))
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    """How a diffusion stage decodes.
+def read_decode(
+    options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = ()
+) -> tuple[DecodeConfig, ChunkPolicy | None, str]:
+    """How a stage decodes by its configuration, the policy (None for whole utterances) and the solver.
 
-    Args:
-        policy: None for whole utterances.
-        precision: see `DecodeConfig`.
-        solver: one of those that the model has; empty if it has none.
+    What is not given comes from the model: its policy and its first solver; "" if it has none.
+
+    Raises:
+        ConfigError: an option is unknown or out of range, or two contradict one another.
     """
-
-    policy: ChunkPolicy | None
-    precision: str = "auto"
-    solver: str = ""
-
-    @classmethod
-    def from_mapping(
-        cls, options: Mapping[str, Any], default: ChunkPolicy, solvers: Sequence[str] = ()
-    ) -> DecodeOptions:
-        """Options from the configuration; those not given come from the model: its policy and its first solver.
-
-        Raises:
-            ConfigError: an option is unknown or out of range, or two contradict one another.
-        """
-        try:
-            given = msgspec.convert(dict(options), DecodeConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"decode: {error}.") from error
-        check_chunks(given, "decode")
-        solver = given.solver or (solvers[0] if solvers else "")
-        if solver and not solvers:
-            raise ConfigError(f"decode.solver is {solver!r}, but this model has no flow to solve; remove it.")
-        if given.policy == "whole":
-            return cls(None, given.precision, solver)
-        first = given.first_blocks or default.first
-        largest = given.largest_blocks or max(default.largest, first)  # a long first chunk raises the limit
-        if largest < first:
-            raise ConfigError(f"decode.largest_blocks is {largest}; the first chunk has {first} blocks.")
-        look_ahead = default.look_ahead if given.look_ahead_blocks is None else given.look_ahead_blocks
-        return cls(ChunkPolicy(first, largest, look_ahead), given.precision, solver)
+    try:
+        given = msgspec.convert(dict(options), DecodeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"decode: {error}.") from error
+    check_chunks(given, "decode")
+    solver = given.solver or (solvers[0] if solvers else "")
+    if solver and not solvers:
+        raise ConfigError(f"decode.solver is {solver!r}, but this model has no flow to solve; remove it.")
+    if given.policy == "whole":
+        return given, None, solver
+    first = given.first_blocks or default.first
+    largest = given.largest_blocks or max(default.largest, first)  # a long first chunk raises the limit
+    if largest < first:
+        raise ConfigError(f"decode.largest_blocks is {largest}; the first chunk has {first} blocks.")
+    look_ahead = default.look_ahead if given.look_ahead_blocks is None else given.look_ahead_blocks
+    return given, ChunkPolicy(first, largest, look_ahead), solver
 
 
 class ChunkStream(DiffusionStream):
@@ -161,10 +148,9 @@ class VocoderRunner(DiffusionModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.model_name: str = vllm_config.model_config.model
-        given = omni_options(vllm_config).get("decode") or {}
-        self.options = options = DecodeOptions.from_mapping(given, self.chunks, self.solvers)
-        self.policy = options.policy
-        self.precision = options.precision if options.precision != "auto" else self.auto_precision[device.type]
+        options = omni_options(vllm_config).get("decode") or {}
+        given, self.policy, self.solver = read_decode(options, self.chunks, self.solvers)
+        self.precision = given.precision if given.precision != "auto" else self.auto_precision[device.type]
         self.dtype = self.half if self.precision == "bf16" else torch.float32
         self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
         if device.type == "cuda":

@@ -65,7 +65,7 @@ class Qwen2_5OmniCode2Wav(VocoderRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.config = Qwen2_5OmniConfig.from_pretrained(self.model_name).token2wav_config
-        self._solver = SOLVERS[self.options.solver]
+        self._solver = SOLVERS[self.solver]
         self.geometry = Geometry(self.config, self.policy, self.dtype.itemsize, self._solver.evaluations)
         # What each has in both branches: f32 [enc_dim] of the speaker and the conditioning [enc_emb_dim].
         self._voices: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
