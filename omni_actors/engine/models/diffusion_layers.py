@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import nn
 
 MOMENT_WAVES = 256  # values that a moment is expressed in
+FP8_MOST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def turned(
@@ -35,21 +36,46 @@ class AdaptedLinear(nn.Linear):
 
     All of them lie side by side, so that a batch may have several: `down` is [ranks of all, in], `up` [out, ranks of
     all], and `adapter_of` i64 [ranks of all] says whose each of the ranks is.
+
+    Attributes:
+        scales: f32 [1, out] of weights in FP8; None if they are in the type of what is given.
+        round: rounds what is given to FP8, as `rounded_rows`.
     """
 
     down: torch.Tensor | None = None
     up: torch.Tensor
     adapter_of: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__(width, out, bias=False)
+        self.round = rounded_rows
+
+    def quantize(self) -> None:
+        """Keep the weights in FP8, with a scale for each output; half the memory, and products in half the time."""
+        weight, scales = rounded_rows(self.weight.detach())
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scales = scales.T.contiguous()
 
     def forward(self, given: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
         """The product [tokens, out]; `chosen` [tokens, adapters] is one for the adapter of a token, if it has one."""
-        product = F.linear(given, self.weight)
+        if self.scales is None:
+            product = F.linear(given, self.weight)
+        else:
+            rounded, own = self.round(given)
+            product = torch._scaled_mm(
+                rounded, self.weight.T, own, self.scales, out_dtype=given.dtype, use_fast_accum=True
+            )
         if chosen is None or self.down is None:
             return product
         return product + F.linear(F.linear(given, self.down) * chosen[:, self.adapter_of], self.up)
+
+
+def rounded_rows(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [rows, width] in FP8 (e4m3), and what to multiply each by: f32 [rows, 1]."""
+    wide = given.float()
+    scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MOST
+    return (wide / scales).to(torch.float8_e4m3fn), scales
 
 
 class LayerWeights(nn.Module):

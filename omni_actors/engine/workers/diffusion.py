@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec import Struct
@@ -214,9 +214,17 @@ class DiffusionModelRunner(OmniRunnerBase):
 
     Attributes:
         held: what `take` gave for each job, by its id, from `add` to `remove`.
+        quantizations: values of vLLM's `quantization` that it has.
     """
 
+    quantizations: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        wanted = vllm_config.model_config.quantization
+        if wanted not in (None, *self.quantizations):
+            known = ", ".join(self.quantizations)
+            hint = f"This stage has {known}." if known else "Remove it: this stage keeps its weights as they are."
+            raise ConfigError(f"This stage has no quantization {str(wanted)!r}.", hint=hint)
         self.vllm_config = vllm_config
         self.device = device
         self.held: dict[str, Any] = {}

@@ -292,6 +292,31 @@ def test_a_distilled_checkpoint_ignores_guidance(flux2, tiny_flux2_klein):
     distilled.shutdown()
 
 
+# -- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+def test_layers_in_fp8_make_almost_the_same_latents_in_steps_of_any_mix(family):
+    """The products are rounded to three bits behind the point, for each token and each output alone."""
+    latents = {}
+    for name, options in {"wide": {}, "fp8": {"quantization": "fp8_per_channel"}}.items():
+        dit = family.engine("dit", dtype="bfloat16", **options)
+        ask(dit, family, *family.wishes[:2])
+        events = run(dit)
+        latents[name] = [latents_of(events, wish.name) for wish in family.wishes[:2]]
+        ask(dit, family, family.wishes[1])
+        alone = latents_of(run(dit), family.wishes[1].name)
+        assert (alone - latents[name][1]).std() < 0.05 * alone.std()
+    for wide, rounded in zip(*latents.values(), strict=True):
+        assert 0 < (wide - rounded).std() < 0.25 * wide.std()
+
+
+def test_stages_that_have_no_fp8_refuse_it(z_image):
+    with pytest.raises(StartupError, match=r"no quantization 'fp8_per_channel'.*Remove it"):
+        engine(z_image.checkpoint, "vae", dtype="bfloat16", quantization="fp8_per_channel")
+    with pytest.raises(StartupError, match=r"no quantization 'fp8'.*has fp8_per_channel"):
+        engine(z_image.checkpoint, "dit", dtype="bfloat16", quantization="fp8")
+
+
 # -- LoRA adapters ----------------------------------------------------------------------------------------------------
 
 ATTENTION = ("attn.to_q", "attn.to_v", "attn.add_k_proj", "attn.to_out.0", "to_qkv_mlp_proj")

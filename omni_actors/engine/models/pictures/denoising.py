@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_actors.engine.models.diffusers_layout import Names, diffusers_class, fill
-from omni_actors.engine.models.diffusion_layers import rotation_at
+from omni_actors.engine.models.diffusion_layers import AdaptedLinear, rotation_at, rounded_rows
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
 
@@ -223,10 +223,19 @@ class PackedNetwork(nn.Module, ABC):
             for half in ("before", "after"):
                 if (compute := getattr(block, half, None)) is not None:
                     setattr(block, half, torch.compile(compute, dynamic=True, **options))
+            if isinstance(block, AdaptedLinear) and block.scales is not None:
+                block.round = torch.compile(rounded_rows, dynamic=True, **options)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy published weights. Raises `StartupError` if they do not fit."""
         fill(self, weights, f"{self.model}'s transformer", self.names)
+
+    def quantize(self) -> None:
+        """Keep the weights of the layers in FP8; other processes may have the memory."""
+        for module in self.modules():
+            if isinstance(module, AdaptedLinear):
+                module.quantize()
+        torch.cuda.empty_cache()
 
     def choose(self, names: Sequence[str | None]) -> torch.Tensor | None:
         """Which adapter each sequence has: [sequences, adapters] of ones and zeros. None if none has one."""

@@ -45,6 +45,7 @@ from omni_actors.stage.engine_interface import EngineFacts, StageInputs, StageRe
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+FP8 = "fp8_per_channel"  # vLLM's name for weights with a scale for each output, rounded while they are loaded
 MAX_STEPS = 1000
 MAX_PIXELS = 2048 * 2048
 MAX_PREVIEWS = 16
@@ -69,6 +70,7 @@ class DenoisingStage(DiffusionModelRunner):
     latent_pixels: ClassVar[int]
     multiple: ClassVar[int]
     adaptable: ClassVar[bool] = False
+    quantizations = (FP8,)
     guidance: Parameter
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -206,6 +208,8 @@ class DenoisingStage(DiffusionModelRunner):
         else:
             network.load(read_tensors(str(self.folder), "", "transformer", WEIGHTS))
         load_adapters(network, self._adapters)
+        if self.vllm_config.model_config.quantization:
+            network.quantize()
         network.attend = fastest_attention(self.device.type, self.dtype)
         if self._compiled:
             network.compile()

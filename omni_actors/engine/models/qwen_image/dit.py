@@ -257,6 +257,7 @@ class QwenImageNetwork(PackedNetwork):
 
     def compile(self, **options: Any) -> None:
         """Compute what is between the products in few kernels, which take heads of a power of two."""
+        super().compile(**options)
         self.fused = self.heads[1].bit_count() == 1
 
     @torch.inference_mode()
