@@ -282,6 +282,9 @@ OF_IMAGES = _ignored(
 )
 OF_NEW_IMAGES = _ignored(OF_IMAGES, absent="style")
 OF_EDITS = _ignored(OF_IMAGES, absent="markup input_fidelity")
+OF_SPEECH = _ignored(  # of vLLM-Omni and those that follow it
+    effectless="stream", absent="max_new_tokens non_streaming_mode ref_audio ref_text task_type x_vector_only_mode"
+)
 OF_TRANSCRIPTIONS = _ignored(absent="include keywords languages known_speaker_names known_speaker_references")
 
 INSTEAD = {
@@ -293,8 +296,13 @@ INSTEAD = {
     "functions": "Use tools.",
     "keywords": "Put them into prompt.",
     "languages": "Give one as language.",
+    "max_new_tokens": "Give max_tokens of the talker in stage_params.",
+    "non_streaming_mode": "A text is read while it is spoken.",
+    "ref_audio": "Send the recording to /v1/audio/voices, and name the voice.",
+    "ref_text": "It is a field of the voice: see /v1/audio/voices.",
     "request_id": "The response's x-request-id names the request.",
     "style": "Describe it in the prompt.",
+    "task_type": "Each checkpoint has one: give the voice or the instructions that it takes.",
     "truncate_prompt_tokens": "A prompt that is too long is an error, never cut.",
     "truncation": "A prompt that is too long is an error, never cut.",
 }

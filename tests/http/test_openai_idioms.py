@@ -300,6 +300,24 @@ def test_speech_and_spoken_answers_are_as_fast_as_is_asked_for(echo: HttpPipelin
     assert end.choices[0].finish_reason == "stop", "sound that comes with the end does not replace it"
 
 
+def test_speech_is_asked_for_as_other_servers_of_speech_are(echo: HttpPipeline) -> None:
+    body = {"model": "echo", "input": "a b", "voice": "Ethan", "response_format": "pcm"}
+    plain = httpx.post(f"{echo.url}/v1/audio/speech", json=body)
+    for more in ({"stream": True, "non_streaming_mode": False}, {"stream": False, "ref_audio": None, "task_type": ""}):
+        answer = httpx.post(f"{echo.url}/v1/audio/speech", json=body | more)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "audio/pcm")
+        assert answer.content == plain.content != b""
+    for field, value, instead in (
+        ("non_streaming_mode", True, "A text is read while it is spoken."),
+        ("ref_audio", "https://example.com/a.wav", "/v1/audio/voices"),
+        ("task_type", "Base", "Each checkpoint has one"),
+        ("max_new_tokens", 2048, "stage_params"),
+    ):
+        error = httpx.post(f"{echo.url}/v1/audio/speech", json=body | {field: value}).json()["error"]
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+        assert instead in error["message"]
+
+
 def test_a_path_that_is_nearly_right_is_told_which_one_is_meant(echo: HttpPipeline) -> None:
     for path, meant in (
         ("/v1/chat/completion", "/v1/chat/completions"),

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni_actors.http_server.answer import EVENTS, Answer, AnswerResponse, WholeAnswer, event
-from omni_actors.http_server.bodies import JsonBody
+from omni_actors.http_server.bodies import OF_SPEECH, JsonBody
 from omni_actors.http_server.encoders import MEDIA_TYPES, Tempo, encoded, made_encoder
 from omni_actors.http_server.errors import bad_field
 from omni_actors.http_server.speech.recital import (
@@ -48,7 +48,7 @@ class SpeechRequest(Manner, frozen=True, kw_only=True):
     timestamp_granularities: Annotated[list[Literal["word"]], Meta(max_length=1)] | None = None
 
 
-BODY = JsonBody(SpeechRequest, {})
+BODY = JsonBody(SpeechRequest, OF_SPEECH)
 
 
 async def speech(request: Request, state: ServerState, body: SpeechRequest) -> Response:
