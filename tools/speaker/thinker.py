@@ -19,8 +19,8 @@ from tools.speaker.teacher import speak
 from tools.speaker.texts import THINKER_KINDS, Texts, heard_words, listed
 
 OWN_AT_ONCE = 10  # lists that the checkpoint says
-MEDIA = 0.35, 0.25  # of the questions have a sound, or a picture
-WITH_MEDIA = 0.45  # of the batches have any: their steps are slow, and half as large
+MEDIA = 0.45, 0.25  # of the questions have a sound, or a picture
+WITH_MEDIA = 0.6  # of the batches have any: their steps are slow, and half as large
 
 
 @torch.no_grad()

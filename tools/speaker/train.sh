@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a checkpoint that speaks, from texts to weights: thinker and DiT side by side for half of the time, then the talker,
-# which reads the thinker, and the vocoder beside all of them. OUT is a copy of examples/speaker to train on, or is made
+# Trains a checkpoint that speaks, from texts to weights: thinker and DiT side by side at first, then the talker, which
+# reads the thinker, and the vocoder beside all of them. OUT is a copy of examples/speaker to train on, or is made
 # with new weights. Needs the teacher (tools/speaker/flite/build.sh), wordnet-base, a GPU and some 14 cores.
 #
 #   tools/speaker/train.sh OUT [SECONDS] [OPTIONS OF python -m tools.speaker train]      default: 1800 seconds
@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:?train.sh needs a folder for the checkpoint} seconds=${2:-1800}
 shift $(($# < 2 ? $# : 2))
-half=$((seconds / 2)) jobs=()
+early=$((seconds * 9 / 20)) jobs=()
 if command -v nvidia-cuda-mps-control >/dev/null; then # kernels of several processes side by side
     CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) && export CUDA_MPS_PIPE_DIRECTORY
     export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
@@ -19,15 +19,15 @@ part() { python -m tools.speaker train "$1" "$out" --device cuda --steps 1000000
 begin() { "$@" & jobs+=($!); }
 end() { for job in "${jobs[@]}"; do wait "$job"; done; jobs=(); }
 # With new weights the thinker learns to hear itself once DiT and vocoder say something.
-twice() { part thinker $((half * 2 / 3)) --own 0 "$@" && part thinker $((half / 3)) "$@"; }
-thinker=(part thinker "$half")
+twice() { part thinker $((early * 3 / 5)) --own 0 "$@" && part thinker $((early * 2 / 5)) "$@"; }
+thinker=(part thinker "$early")
 [[ -e $out/model.safetensors ]] || { python -m tools.speaker new "$out"; thinker=(twice); }
 
-part vocoder "$seconds" --batch 32 --workers 2 --rate 5e-4 "$@" &
+part vocoder "$seconds" --batch 32 --workers 2 --rate 8e-4 "$@" &
 vocoder=$!
 begin "${thinker[@]}" --batch 192 --workers 7 --rate 1e-3 "$@"
-begin part dit $half --batch 32 --workers 3 --rate 1e-3 "$@"
+begin part dit $((early * 3 / 5)) --batch 32 --workers 3 --rate 1e-3 "$@"
 end
-begin part talker $half --batch 40 --workers 10 --rate 8e-4 "$@"
+begin part talker $((seconds - early)) --batch 40 --workers 10 --rate 8e-4 "$@"
 jobs+=($vocoder)
 end
