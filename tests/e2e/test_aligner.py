@@ -23,7 +23,7 @@ from tests.support.recordings import RecordingPrompts, noise
 from tests.support.reference import one_thread
 from tools.checkpoints import asr
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 OPTIONS = {"max_model_len": 1024, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
 CPU = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 24}

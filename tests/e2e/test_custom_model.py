@@ -11,7 +11,7 @@ from tests.support.paths import EXAMPLE_MODULES, REPOSITORY
 from tests.support.pipelines import RunningPipeline
 from tests.support.servers import picture
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 ENVIRONMENT = {**EXAMPLE_MODULES, "OMNI_ACTORS_ALLOW_IMPORTS": "custom_model"}
 

@@ -39,7 +39,7 @@ from tests.support.stage_driver import Driver, encode_media_prompt, make_engine,
 from tools.checkpoints import omni, tts
 from tools.checkpoints.tts import KINDS, SAMPLING, TINY_VOICES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TEXT_TOKENS, CODES, DRAWN = 12, 20, 8
 THINKER: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.05}  # as in stage_configs/qwen2_5_omni.yaml

@@ -18,7 +18,7 @@ from tests.support.pipelines import RunningPipeline
 from tests.support.qwen3_tts_reference import Qwen3TtsReference
 from tests.support.reference import one_thread
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 SPEAKER = REPOSITORY / "examples" / "speaker"  # writes and says what follows "Say: "
 SENTENCE = "The children found a small boat near the river."

@@ -17,7 +17,7 @@ from omni_actors.telemetry import metrics as table
 from tests.support.nightly import nightly
 from tests.support.observations import LOG_LINE, STAGES, assert_causal, grown, reported, scrape_until, settled
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 MODEL = "tiny-qwen2.5-omni"
 TEXTS = [

@@ -30,7 +30,7 @@ from tests.support.servers import HttpPipeline
 from tests.support.spoken import text_socket
 from tests.support.waiting import PATIENCE, eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 RATE = 16_000
 FORM = "language (English|German)<asr_text>[a-z]{3}( [a-z]{4}){2}\\."  # a toy with random weights is told what to write

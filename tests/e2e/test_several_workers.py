@@ -18,7 +18,7 @@ from tests.support.processes import shared_memory_of
 from tests.support.several_workers import START, answer
 from tests.support.stage_driver import Driver, make_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300), pytest.mark.nightly]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 # vLLM gives each of its CPU workers a NUMA node of its own unless told which cores to take.
 CORES = sorted(os.sched_getaffinity(0))

@@ -22,7 +22,7 @@ from tests.support.code2wav import arguments, codec_tokens, difference, expected
 from tests.support.paths import REPOSITORY
 from tests.support.stage_driver import SMALL, prompt_length, talker_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 SAMPLES = 480  # per codec token
 CHUNK_ERROR = 0.01  # of chunks against the whole, relative to the peak (tests/e2e/diffusion/test_chunks.py)

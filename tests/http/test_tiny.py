@@ -317,7 +317,6 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_vllm_bench_serve(
     tiny: HttpPipeline, tiny_checkpoint: Path, tmp_path: Path, vllm_environment: dict[str, str]
 ) -> None:

@@ -11,5 +11,5 @@ from tests.support.paths import REPOSITORY
 
 def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run it on these arguments in the repository's folder; its output is captured as text."""
-    given = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 240, **options}
+    given = {"cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": 600, **options}
     return subprocess.run([sys.executable, *map(str, arguments)], **given)

@@ -33,7 +33,7 @@ class RunningPipeline:
         self,
         config: str | Path,
         overrides: Mapping[str, object] | None = None,
-        timeout: float = 240.0,
+        timeout: float = 600.0,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:

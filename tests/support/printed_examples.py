@@ -59,7 +59,7 @@ class Example(NamedTuple):
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=240)
+    subprocess.run(command, check=True, timeout=600)
 
 
 PAGES = [DOCS / "http.md", DOCS / "realtime.md", DOCS / "migrating.md"]

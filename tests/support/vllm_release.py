@@ -26,7 +26,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.vllm_contract import CALLED, CONTAINS, OURS, READ, Own, Release
 
 RECORDED = REPOSITORY / "tests" / "unit" / "vllm_releases"
-DESCRIBE_SECONDS = 240
+DESCRIBE_SECONDS = 600
 
 
 def recorded() -> list[Path]:

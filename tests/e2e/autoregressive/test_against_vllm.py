@@ -19,7 +19,7 @@ from omni_actors.stage.engine_interface import EngineEvent, StreamEvent, TextEve
 from tests.support.bare_vllm import BareVllm
 from tests.support.stage_driver import prompt_length, sample, token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 PLAIN = {"max_tokens": 20, "temperature": 0.0}
 DRAWN = {"max_tokens": 20, "temperature": 0.9, "top_k": 20, "seed": 11}

@@ -18,7 +18,7 @@ from tests.support.spoken_texts import speak
 from tests.support.stage_driver import Driver, make_engine
 from tools.checkpoints.cosyvoice import END, SPOKEN, write_tiny
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 INSTRUCTIONS = "with one of the"
 # By request: text, voice and instructions.

@@ -18,7 +18,7 @@ from omni_actors.vllm_version import Platform
 from tests.support.reference import Reference
 from tests.support.stage_driver import SMALL, Driver, prompt_length, token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 RANK, ALPHA = 8, 16
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
 

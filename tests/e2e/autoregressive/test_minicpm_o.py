@@ -21,7 +21,7 @@ from tests.support.minicpm_reference import ENDING, MiniCpmAnswer, MiniCpmRefere
 from tests.support.recordings import RANDOM, RecordingPrompts, noise
 from tests.support.stage_driver import Driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 TEXTS = {
     "short": "the sea",

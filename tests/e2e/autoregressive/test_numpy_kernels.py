@@ -11,7 +11,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from omni_actors.engine.workers import numpy_kernels
 from tests.support.stage_driver import token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 WISHES = (
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
     {"temperature": 0.9, "min_p": 0.05, "min_tokens": 5, "top_k": 40, "top_p": 0.8},

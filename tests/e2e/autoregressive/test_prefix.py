@@ -19,7 +19,7 @@ from omni_actors.stage.engine_interface import StageInputs, StageRequest
 from omni_actors.telemetry import metrics as table
 from tests.support.stage_driver import SMALL, encode_media_prompt, prompt_length, token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 BLOCK = 32  # of the key/value cache
 RATE = 16_000
 WINDOW = 2 * RATE  # samples that the encoder encodes together

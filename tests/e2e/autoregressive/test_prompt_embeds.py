@@ -17,7 +17,7 @@ from omni_actors.telemetry.metrics import VLLM_HITS
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import SMALL, prompt_length, token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.recordings import RANDOM, RecordingPrompts, noise, recording_
 from tests.support.stage_driver import Driver, encode_media_prompt, make_engine
 from tools.checkpoints import asr
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 REPLY, SIZES = 20, {"max_model_len": 1024, "max_num_batched_tokens": 64}
 

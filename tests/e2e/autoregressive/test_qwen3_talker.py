@@ -21,7 +21,7 @@ from tests.support.qwen3_reference import Qwen3Reference, Qwen3Result
 from tests.support.spoken_texts import frames_of
 from tests.support.stage_driver import Driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 RANDOM = np.random.default_rng(0)
 SPEECH = (RANDOM.standard_normal(20_011) * 0.1).astype(np.float32)

@@ -29,7 +29,7 @@ from tests.support.stage_driver import encode_media_prompt, make_engine
 from tools.checkpoints.omni import QWEN3_OMNI
 
 TINY = QWEN3_OMNI.tiny
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 RANDOM = np.random.default_rng(0)
 SPEECH = (RANDOM.standard_normal(48_000) * 0.1).astype(np.float32)  # 3 s: two windows of the encoder

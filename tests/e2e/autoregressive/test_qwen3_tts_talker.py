@@ -31,7 +31,7 @@ from tests.support.qwen3_tts_reference import Qwen3TtsReference, TtsResult
 from tests.support.spoken_texts import RATE, clip_information, frames_of, speak, text_inputs
 from tests.support.stage_driver import Driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 FRAMES = 14
 TEXTS = ("The tide is full.", "\n\nHello there: you are the one, they have it. \n And this is to be at one with it.")

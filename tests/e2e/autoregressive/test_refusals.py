@@ -17,7 +17,7 @@ from tools.checkpoints.omni import QWEN2_5_OMNI
 
 WIDTH = QWEN2_5_OMNI.tiny_sizes()["width"]  # of rows
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(params=["thinker", "talker"])

@@ -16,7 +16,7 @@ from omni_actors.protocol.messages import FinishReason
 from tests.support.penalties import draw_parameters, recorded_sampling
 from tests.support.stage_driver import VOICES, prompt_length, sample, talker_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 CODES = 24
 GREEDY = {"max_tokens": CODES, "temperature": 0.0}
 SAMPLED = {"temperature": 1.1, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.3}

@@ -20,7 +20,7 @@ from omni_actors.stage.engine_interface import StageInputs
 from omni_actors.telemetry import metrics as table
 from tests.support.stage_driver import encode_media_prompt, prompt_length, talker_inputs, token_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.e2e
 MAX_TOKENS = (32, 32, 11)
 
 
