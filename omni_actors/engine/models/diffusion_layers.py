@@ -52,7 +52,7 @@ class AdaptedLinear(nn.Linear):
         self.round = rounded_rows
 
     def quantize(self) -> None:
-        """Keep the weights in FP8, with a scale for each output; half the memory, and products in half the time."""
+        """Keep the weights in FP8, with a scale for each output: half the memory, and faster products."""
         weight, scales = rounded_rows(self.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = scales.T.contiguous()
