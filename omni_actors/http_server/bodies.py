@@ -299,7 +299,7 @@ INSTEAD = {
     "max_new_tokens": "Give max_tokens of the talker in stage_params.",
     "non_streaming_mode": "A text is read while it is spoken.",
     "ref_audio": "Send the recording to /v1/audio/voices, and name the voice.",
-    "ref_text": "It is a field of the voice: see /v1/audio/voices.",
+    "ref_text": "Send it as transcript of the voice to /v1/audio/voices.",
     "request_id": "The response's x-request-id names the request.",
     "style": "Describe it in the prompt.",
     "task_type": "Each checkpoint has one: give the voice or the instructions that it takes.",
