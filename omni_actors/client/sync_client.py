@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from omni_actors.client.async_client import ANSWER_SECONDS, AsyncOmniClient
@@ -90,12 +90,24 @@ class OmniClient:
         """Run a coroutine with the underlying `AsyncOmniClient` in the background thread and return its result."""
         if self._loop.is_closed():
             raise InvalidRequest("This client is closed.", hint="Make a new one.")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
+        # No `concurrent.futures.Future`: Ctrl-C can leave its lock taken, and the loop would wait for that for ever.
+        ended: SimpleQueue[T | BaseException] = SimpleQueue()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def end() -> None:
+            results: tuple[T | BaseException] = await asyncio.gather(work(self._client), return_exceptions=True)
+            tasks.clear()  # were the task freed in the caller's thread, Ctrl-C could come meanwhile, and be ignored
+            ended.put(results[0])
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(lambda: tasks.append(self._loop.create_task(end())))
+            outcome = ended.get()
         except BaseException:  # Ctrl-C while it waits: the coroutine ends with the call
-            future.cancel()
+            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             raise
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import IO
+from types import FrameType
+from typing import IO, Any
 
+import pytest
 import soundfile
 
 from omni_actors.cli import chat, ctl, top
 from omni_actors.client import OmniClient
 from tests.support.launcher import EchoLauncher
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def test_commands_find_the_only_pipeline_and_fail_at_once_where_none_listens(echo, monkeypatch, capsys):
@@ -89,6 +94,37 @@ def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.wait()
 
 
+@pytest.mark.timeout(120)
+def test_ctrl_c_at_any_point_of_a_call_leaves_the_client_as_it_was(echo):
+    """It comes before each line of Python that a call runs, and before each return, of libraries as well."""
+
+    def interrupted(call: Callable[[], object], point: int) -> bool:
+        points = itertools.count()
+
+        def trace(_: FrameType, event: str, __: object) -> Any:
+            if event in ("line", "return") and next(points) == point:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        assert next(points) <= point, "Ctrl-C is ignored"
+        return False
+
+    with OmniClient(echo.endpoint) as client, ThreadPoolExecutor(1) as thread:
+        point = 0
+        while interrupted(lambda: client.run(lambda _: asyncio.sleep(0.001)), point):
+            assert thread.submit(client.describe).result(10 * PATIENCE).pipeline, f"after {point} points"
+            point += 1
+    assert point > 10
+
+
 def test_ctrl_c_cancels_the_answer_everywhere_and_ctrl_d_ends(echo):
     shown = ""
 
@@ -106,7 +142,7 @@ def test_ctrl_c_cancels_the_answer_everywhere_and_ctrl_d_ends(echo):
         until(lambda: appears("> "), 20, "the prompt")
         types(b"slow " * 600 + b"\n")
         until(lambda: client.describe().in_flight == 1, 10, "a request")
-        until(lambda: appears("slow slow"), 10, "words")
+        until(lambda: appears("\nslow slow"), 10, "words of the answer")
         process.send_signal(signal.SIGINT)
         until(lambda: appears("cancelled"), 10, "the end of the answer")
         until(lambda: client.describe().in_flight == 0, 10, "the end of the request")
