@@ -16,16 +16,25 @@ from xdist.workermanage import WorkerController
 from tests.support.paths import REPOSITORY
 
 ECHO = "echo stages"
-# The fixtures of each pipeline, or of several that are kept together. A file belongs to the first one that it names.
+# Kinds of pipelines, and the fixtures of each pipeline. A file belongs to the first kind that it names. Of its kind's
+# files those come first that name the first pipelines, which so end soonest.
 PIPELINES = {
-    "Qwen3-TTS": ("qwen3_tts_http",),
-    "Qwen3-Omni": ("qwen3_http",),
-    "Qwen2.5-Omni": ("tiny_pipeline", "tiny_http"),
-    "scripted": ("scripted", "scripted_http"),
+    "Qwen3-TTS": (("qwen3_tts_http",),),
+    "Qwen3-Omni": (("qwen3_http",),),
+    "Qwen2.5-Omni": (("tiny_pipeline", "tiny_http"),),
+    "scripted": (("talkative", "talkative_pipeline"), ("scripted", "scripted_http")),
     ECHO: (
-        *("echo", "echo_pipeline", "slow", "slow_pipeline", "pictures", "picture_pipeline", "videos", "video_pipeline"),
-        *("cloning", "cloning_pipeline", "preset", "preset_pipeline", "slow_speech", "slow_speech_pipeline"),
-        *("drawling", "drawling_pipeline", "several", "several_pipeline", "deaf_pipeline", "shared_launcher"),
+        ("several", "several_pipeline"),
+        ("writing", "writing_pipeline"),
+        ("slow_speech", "slow_speech_pipeline"),
+        ("preset", "preset_pipeline"),
+        ("deaf_pipeline",),
+        ("cloning", "cloning_pipeline"),
+        ("videos", "video_pipeline"),
+        ("pictures", "picture_pipeline"),
+        ("slow", "slow_pipeline"),
+        ("drawling", "drawling_pipeline"),
+        ("echo", "echo_pipeline", "shared_launcher"),
     ),
 }
 FOLDERS = {ECHO: ("http", "process")}  # of the files that share a pipeline; else MODELS
@@ -35,12 +44,19 @@ ENGINES = ("e2e/autoregressive/", "e2e/diffusion/")  # folders whose files share
 
 @functools.cache
 def pipeline_of(file: Path) -> str | None:
-    """The pipeline that a file of tests shares with others."""
+    """The kind of pipelines that a file of tests shares with others."""
     folder, text = file.relative_to(REPOSITORY / "tests").parts[0], file.read_text()
-    for pipeline, fixtures in PIPELINES.items():
-        if folder in FOLDERS.get(pipeline, MODELS) and re.search(rf"\b({'|'.join(fixtures)})[,:)]", text):
-            return pipeline
+    for kind, pipelines in PIPELINES.items():
+        fixtures = "|".join(name for pipeline in pipelines for name in pipeline)
+        if folder in FOLDERS.get(kind, MODELS) and re.search(rf"\b({fixtures})[,:)]", text):
+            return kind
     return None
+
+
+@functools.cache
+def names(file: Path, pipeline: tuple[str, ...]) -> bool:
+    """Whether a file names a pipeline, as a parameter or in quotes."""
+    return re.search(rf"\b({'|'.join(pipeline)})(\"?[,:)]|\" )", file.read_text()) is not None
 
 
 class ByPipeline(LoadFileScheduling):
@@ -62,17 +78,28 @@ class ByPipeline(LoadFileScheduling):
 
 def sharing_first(items: list[pytest.Item]) -> None:
     """Sort tests so that models that are shared come first, as they take longest, and shared echo stages last."""
-    places = {None: 1, ECHO: 2}
-    items.sort(key=lambda item: places.get(pipeline_of(item.path), 0))
+    kinds = list(PIPELINES)
+
+    def place(item: pytest.Item) -> tuple[int, ...]:
+        kind = pipeline_of(item.path)
+        if kind is None:
+            return (1,)
+        named = (number for number, pipeline in enumerate(PIPELINES[kind]) if names(item.path, pipeline))
+        return 2 if kind == ECHO else 0, kinds.index(kind), next(named)
+
+    items.sort(key=place)
 
 
 def end_unused(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End the pipeline that `item` shares with the tests before it, unless the next test shares it, too."""
-    pipeline = pipeline_of(item.path)
-    if pipeline is None or not isinstance(item, pytest.Function):
+    """After the last test of a file, end the pipelines of its kind that no later file names."""
+    kind = pipeline_of(item.path)
+    if kind is None or not isinstance(item, pytest.Function) or (nextitem is not None and nextitem.path == item.path):
         return
-    if nextitem is not None and pipeline_of(nextitem.path) == pipeline:
-        return
-    for name in PIPELINES[pipeline]:
-        for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
-            fixture.finish(item._request)
+    files = list(dict.fromkeys(test.path for test in item.session.items if pipeline_of(test.path) == kind))
+    later = files[files.index(item.path) + 1 :]
+    for pipeline in PIPELINES[kind]:
+        if any(names(file, pipeline) for file in later):
+            continue
+        for name in pipeline:
+            for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
+                fixture.finish(item._request)
