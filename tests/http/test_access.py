@@ -70,6 +70,12 @@ def servers(echo_pipeline: HttpPipeline) -> Iterator[dict[str, str]]:
         yield {"keyed": keyed, "loopback": loopback, "insecure": insecure}
 
 
+@pytest.fixture(scope="module")
+def clients(servers: dict[str, str]) -> Iterator[dict[str, httpx.Client]]:
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for name, url in servers.items()}
+
+
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong", "Basic c8OpczpzZXNhbWU=", "s\xe9same"])
 def test_wrong_keys_are_refused(servers: dict[str, str], header: str | None) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
@@ -189,7 +195,7 @@ def test_a_url_cannot_forge_a_line_of_the_log(servers: dict[str, str], caplog: p
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_needs_the_key_or_a_loopback_name(servers: dict[str, str], method: str, path: str) -> None:
+def test_every_route_needs_the_key_or_a_loopback_name(clients: dict[str, httpx.Client], method: str, path: str) -> None:
     """Metrics, timelines and the schema, too. `None` stands for an answer of the route itself."""
     is_open = path in ("/", "/health") or PAGE_FILES.fullmatch(path)
     needs_key = None if is_open else 401
@@ -204,7 +210,7 @@ def test_every_route_needs_the_key_or_a_loopback_name(servers: dict[str, str], m
         ("loopback", {**OF_ANOTHER, **KEY}, 403),
         ("insecure", OF_ANOTHER, None),
     ):
-        status = httpx.request(method, f"{servers[server]}{path}", headers=headers).status_code
+        status = clients[server].request(method, path, headers=headers).status_code
         assert (status if status in (401, 403) else None) == wanted, (server, headers)
 
 

@@ -102,10 +102,10 @@ def test_a_body_that_never_ends_times_out() -> None:
             assert b" 408 " in connection.recv(4096)
 
 
-def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog: pytest.LogCaptureFixture) -> None:
-    body = {**HELLO, "messages": [{"role": "user", "content": "x" * 4000}], "stream": True}
+def test_a_client_that_does_not_read_is_disconnected(drawling: HttpPipeline, caplog: pytest.LogCaptureFixture) -> None:
+    body = {**HELLO, "messages": [{"role": "user", "content": "x" * 700}], "stream": True}
     data = json.dumps({**body, "modalities": ["text", "audio"]}).encode()
-    with serving(create_app(ServerSettings(endpoint=echo.endpoint, write_timeout=0.5))) as url:
+    with serving(create_app(ServerSettings(endpoint=drawling.endpoint, write_timeout=0.5))) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -115,7 +115,7 @@ def test_a_client_that_does_not_read_is_disconnected(echo: HttpPipeline, caplog:
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n" % len(data) + data
             )
-            with OmniClient(echo.endpoint) as client:
+            with OmniClient(drawling.endpoint) as client:
                 until(lambda: client.describe().in_flight == 1, 20, "the request runs")
                 until(lambda: client.describe().in_flight == 0, 20, "the pipeline is done with it")
             until(lambda: "the client does not read" in caplog.text, 20, "the server gives up")

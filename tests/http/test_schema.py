@@ -57,7 +57,7 @@ def test_generated_requests(
     operation = schema_of(url)[path][method]
     statuses: collections.Counter[int] = collections.Counter()
 
-    examples = settings().max_examples // (4 if method == "POST" else 15)
+    examples = settings().max_examples // (6 if method == "POST" else 15)
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))

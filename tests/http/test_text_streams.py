@@ -113,7 +113,7 @@ async def test_what_is_cancelled_is_not_spoken_and_what_follows_is(speaking: Htt
             await client.connection.recv()
 
 
-LONG_SENTENCE = "na" * 1500  # in pieces of 400 characters
+LONG_SENTENCE = "na" * 300  # in pieces of 400 characters
 
 
 async def test_the_manner_can_be_changed_between_texts(preset: HttpPipeline) -> None:
