@@ -23,6 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from omni_actors.http_server.settings import ServerSettings
 from tests.support.http_servers import http_servers
+from tests.support.nightly import nightly
 from tests.support.realtime import metric, serving_sessions
 from tests.support.servers import HttpPipeline, launch, sound
 from tests.support.waiting import PATIENCE, until
@@ -88,9 +89,7 @@ def kept_request(pipeline: HttpPipeline, response_id: str) -> Event:
     return request
 
 
-@pytest.mark.parametrize(
-    "body", [{"input": "the sea " * 20}, {"input": "the sea " * 8, **SPOKEN}], ids=["text", "sound"]
-)
+@pytest.mark.parametrize("body", [nightly({"input": "the sea " * 20}), {"input": "the sea " * 8, **SPOKEN}])
 def test_a_stream_goes_on_when_its_process_is_killed(several: HttpPipeline, body: dict[str, Any]) -> None:
     """By the `openai` package's own call."""
     whole = undisturbed(several.url, **body)

@@ -21,6 +21,7 @@ from omni_actors.errors import ConfigError
 from omni_actors.http_server.app import create_app
 from omni_actors.http_server.connections import bounded_protocol
 from omni_actors.http_server.settings import ServerSettings, tls_context
+from tests.support.nightly import nightly
 from tests.support.paths import REPOSITORY
 from tests.support.servers import HttpPipeline, free_port, serving
 from tests.support.waiting import PATIENCE, until
@@ -53,7 +54,7 @@ def trust(folder: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(folder / "ca.pem"))
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=[nightly("asyncio"), "uvloop"])
 def serve(request: pytest.FixtureRequest, folder: Path) -> Callable[..., contextlib.AbstractContextManager[Address]]:
     @contextlib.contextmanager
     def one(connections: int = 64, **limits: object) -> Iterator[Address]:
