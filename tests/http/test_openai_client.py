@@ -110,20 +110,6 @@ def test_a_spoken_stream(echo: HttpPipeline) -> None:
     assert list(usage.stages) == ["prompt", "thinker", "talker", "code2wav"]
 
 
-def test_a_spoken_answer(echo: HttpPipeline) -> None:
-    """The other formats: tests/unit/test_audio_formats.py."""
-    answer = echo.openai().chat.completions.create(
-        model="echo", messages=HELLO, modalities=["text", "audio"], audio={"voice": "Chelsie", "format": "wav"}
-    )
-    message = answer.choices[0].message
-    assert message.content is None
-    assert message.audio.transcript == "hello, sea"
-    assert message.audio.expires_at > answer.created
-    samples, rate = soundfile.read(io.BytesIO(base64.b64decode(message.audio.data)))
-    assert rate == 24_000
-    numpy.testing.assert_allclose(samples, expected_samples("hello, sea"), atol=1e-4)
-
-
 def test_an_uploaded_file(echo: HttpPipeline) -> None:
     client = echo.openai()
     uploaded = client.files.create(file=("a.wav", sound()), purpose="user_data")
@@ -147,10 +133,17 @@ def test_completions(echo: HttpPipeline) -> None:
     assert answer.usage.completion_tokens == 3
     answer = client.completions.create(model="echo", prompt=[104, 105])
     assert answer.choices[0].text == "hi"
-    options = {"stream_options": {"include_usage": True}, "max_tokens": 9}
-    chunks = list(client.completions.create(model="echo", prompt=["hello"], stream=True, **options))
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "hello"
-    assert chunks[-1].usage.prompt_tokens == 5
+    whole = client.completions.create(model="echo", prompt="abc", n=2)
+    found = [(choice.index, choice.text, choice.finish_reason) for choice in whole.choices]
+    assert found == [(0, "abc", "stop"), (1, "abc", "stop")]
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 6)
+    options = {"stream_options": {"include_usage": True}, "max_tokens": 9, "n": 2}
+    texts = ["", ""]
+    for chunk in client.completions.create(model="echo", prompt=["hello"], stream=True, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["hello", "hello"]
+    assert chunk.usage.prompt_tokens == 5
 
 
 def test_speech(echo: HttpPipeline) -> None:
@@ -185,7 +178,8 @@ def test_models_and_voices(echo: HttpPipeline) -> None:
 
 def test_each_choice_has_text_and_speech_of_its_own(echo: HttpPipeline) -> None:
     one = echo.openai().chat.completions.create(model="echo", messages=HELLO, **SPOKEN).usage
-    answer = echo.openai().chat.completions.create(model="echo", messages=HELLO, n=3, **SPOKEN)
+    wav = {**SPOKEN, "audio": {"voice": "Ethan", "format": "wav"}}
+    answer = echo.openai().chat.completions.create(model="echo", messages=HELLO, n=3, **wav)
     three = answer.usage
     assert three.prompt_tokens == one.prompt_tokens == 10, "the prompt counts once, and answers add up"
     assert three.completion_tokens == 3 * one.completion_tokens
@@ -194,8 +188,12 @@ def test_each_choice_has_text_and_speech_of_its_own(echo: HttpPipeline) -> None:
     assert three.completion_tokens_details.audio_tokens == 3 * one.completion_tokens_details.audio_tokens > 0
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     sounds = [choice.message.audio for choice in answer.choices]
-    assert [sound.transcript for sound in sounds] == ["hello, sea"] * 3
-    assert [len(base64.b64decode(sound.data)) for sound in sounds] == [CONTENT_BYTES] * 3
+    for choice, spoken in zip(answer.choices, sounds, strict=True):
+        assert (choice.message.content, spoken.transcript) == (None, "hello, sea")
+        assert spoken.expires_at > answer.created
+        samples, rate = soundfile.read(io.BytesIO(base64.b64decode(spoken.data)))
+        assert rate == 24_000
+        numpy.testing.assert_allclose(samples, expected_samples("hello, sea"), atol=1e-4)
     assert len({sound.id for sound in sounds}) == 3
     follow_up = [*HELLO, {"role": "assistant", "audio": {"id": sounds[2].id}}, {"role": "user", "content": "!"}]
     later = echo.openai().chat.completions.create(model="echo", messages=follow_up)
@@ -220,19 +218,6 @@ def test_streamed_choices_carry_their_index(echo: HttpPipeline) -> None:
     assert [len(sound) for sound in sounds] == [CONTENT_BYTES] * 3
     assert sorted(finished) == [0, 1, 2]
     assert usage.prompt_tokens == 10
-
-
-def test_text_completions_have_choices_too(echo: HttpPipeline) -> None:
-    options: dict = {"model": "echo", "prompt": "abc", "n": 2}
-    whole = echo.openai().completions.create(**options)
-    found = [(choice.index, choice.text, choice.finish_reason) for choice in whole.choices]
-    assert found == [(0, "abc", "stop"), (1, "abc", "stop")]
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (3, 6)
-    texts = ["", ""]
-    for chunk in echo.openai().completions.create(**options, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == ["abc", "abc"]
 
 
 def test_more_answers_than_slots_are_refused(slow: HttpPipeline) -> None:

@@ -1,4 +1,4 @@
-"""A program of pipecat-ai, unchanged, with its services for OpenAI's realtime API and for the Live API."""
+"""A program of pipecat-ai, unchanged, with its service for the Live API; for realtime: tests/e2e/test_speaker.py."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy
-import pytest
 from pipecat.frames.frames import (
     ErrorFrame,
     Frame,
     InputAudioRawFrame,
-    LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
     LLMRunFrame,
-    TTSAudioRawFrame,
     TTSTextFrame,
 )
 from pipecat.pipeline.pipeline import Pipeline
@@ -26,14 +23,6 @@ from pipecat.processors.aggregators.llm_response_universal import LLMContextAggr
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.llm_service import FunctionCallParams, LLMService
 from pipecat.services.openai.live.llm import OpenAILiveLLMService
-from pipecat.services.openai.realtime.events import (
-    AudioConfiguration,
-    AudioInput,
-    InputAudioTranscription,
-    SemanticTurnDetection,
-    SessionProperties,
-)
-from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat.services.openai.responses.llm import OpenAIResponsesLLMService
 from pipecat.turns.user_turn_strategies import ExternalUserTurnStrategies
 from pipecat.workers.runner import WorkerRunner
@@ -41,7 +30,7 @@ from pipecat.workers.runner import WorkerRunner
 from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.live_sessions import PATH
 from tests.support.live import CONVERSATION, check_live_conversation
-from tests.support.realtime import INSTRUCTIONS, SILENCE, interruptions, speech
+from tests.support.realtime import SILENCE, speech
 from tests.support.servers import HttpPipeline
 from tests.support.waiting import PATIENCE, eventually
 
@@ -49,26 +38,19 @@ PIECE = 2400  # samples of one frame, 100 ms
 
 
 class Loudspeaker(FrameProcessor):
-    """Notes of each answer what was said, seconds of sound, and whether it has ended."""
+    """Notes what is said in each answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        self.seconds: list[float] = []
-        self.ended = 0
 
     async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
         await super().process_frame(frame, direction)
         match frame:
             case LLMFullResponseStartFrame():
                 self.texts.append("")
-                self.seconds.append(0.0)
             case TTSTextFrame():
                 self.texts[-1] += frame.text
-            case TTSAudioRawFrame():
-                self.seconds[-1] += len(frame.audio) / 2 / RATE
-            case LLMFullResponseEndFrame():
-                self.ended += 1
         await self.push_frame(frame, direction)
 
 
@@ -92,28 +74,8 @@ class Voice:
             piece = samples[start : start + PIECE].tobytes()
             await self.worker.queue_frame(InputAudioRawFrame(audio=piece, sample_rate=RATE, num_channels=1))
 
-    async def answers(self, ended: int, begun: int = 0) -> None:
-        """Wait until so many answers have ended, and so many are heard."""
-
-        def enough() -> bool:
-            assert not self.errors, [frame.error for frame in self.errors]
-            return self.heard.ended >= ended and sum(seconds > 0 for seconds in self.heard.seconds) >= begun
-
-        await eventually(enough, 20, lambda: f"answers: {self.heard.texts}")
-
     def said(self) -> list[str]:
         return [str(message["content"]) for message in self.context.messages if message["role"] == "user"]
-
-
-def realtime(url: str) -> OpenAIRealtimeLLMService:
-    heard = AudioInput(transcription=InputAudioTranscription(), turn_detection=SemanticTurnDetection())
-    return OpenAIRealtimeLLMService(
-        api_key="none",
-        base_url=f"{url.replace('http', 'ws', 1)}/v1/realtime",
-        settings=OpenAIRealtimeLLMService.Settings(
-            system_instruction=INSTRUCTIONS, session_properties=SessionProperties(audio=AudioConfiguration(input=heard))
-        ),
-    )
 
 
 @asynccontextmanager
@@ -127,31 +89,6 @@ async def conversation(voice: Voice) -> AsyncIterator[Voice]:
     finally:
         await runner.cancel()
         await running
-
-
-@pytest.mark.nightly
-async def test_pipecat_holds_a_conversation_and_interrupts_it(talkative: HttpPipeline) -> None:
-    before = interruptions(talkative.url)
-    async with conversation(Voice(realtime(talkative.url))) as voice:
-        await voice.worker.queue_frame(LLMRunFrame())  # has the agent speak first, as such programs do
-        await voice.answers(ended=1)
-        await voice.speak(SILENCE, speech(1.0), SILENCE)
-        await voice.answers(ended=2)
-        await voice.speak(speech(1.0), SILENCE)
-        await voice.answers(ended=2, begun=3)
-        await voice.speak(speech(1.0))
-        await voice.answers(ended=3)
-        await voice.speak(SILENCE)
-        await voice.answers(ended=4)
-        await eventually(lambda: len(voice.said()) == 3, 20, lambda: f"transcripts: {voice.said()}")
-        texts = [text for text in voice.heard.texts if text]
-        assert len(texts) == 4
-        assert texts[0] == INSTRUCTIONS
-        # Of the earlier answers the model knows as much as a loudspeaker would have played meanwhile.
-        assert len(INSTRUCTIONS) < len(texts[3]) < sum(map(len, (INSTRUCTIONS, *texts[:3])))
-        assert all(text.startswith(INSTRUCTIONS) for text in texts)
-        assert all(text.startswith("Write down what is said") for text in voice.said())
-    assert interruptions(talkative.url) == before + 1
 
 
 async def weather(params: FunctionCallParams, city: str) -> None:
