@@ -377,6 +377,7 @@ def test_a_pipeline_serves_video_with_its_sound_over_http(folder_of) -> None:
         assert numpy.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.8  # noise, which H.264 blurs
 
 
+@pytest.mark.nightly  # the engine is tested above, the routes with echo stages
 def test_a_pipeline_serves_it_over_http(tiny_z_image, tmp_path) -> None:
     adapters = json.dumps({"style": str(write_adapter(tiny_z_image, tmp_path / "style", 1))})
     overrides = {"model": tiny_z_image, "adapters": adapters, **ON_CPU}
