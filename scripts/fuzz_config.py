@@ -299,7 +299,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fy-") as folder:
         path = Path(folder) / "pipeline.yaml"
         for seed in SEEDS:  # which also loads what the first input would load
-            path.write_text(re.sub(r"(?m)^model: .*$", "model: echo", seed.read_text()))
+            path.write_text(re.sub(r"(?m)^( *model:) .*$", r"\1 echo", seed.read_text()))
             if one(path, ["--http", "127.0.0.1:0"], 2, options) != "accepted":  # one recipe is for two GPUs
                 raise SystemExit(f"{seed} is refused")
         limit_memory()
