@@ -342,6 +342,7 @@ class OmniEngineArgs:
                 f"{self.model_config.model}: {kind}{error}",
                 hint="Correct the one or the other; omni-actors check tries both without starting anything.",
             ) from error
+        config.model_config.hf_overrides = {}  # done, and workers with a process of their own cannot get a closure
         if self.asynchronous is not None:
             # The CPU platform always turns it off, although its executor supports it; tests turn it back on.
             config.scheduler_config.async_scheduling = self.asynchronous

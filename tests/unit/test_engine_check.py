@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_vllms_own_scheduler_is_refused(tiny_checkpoint: Path) -> None:
     made.scheduler_config.scheduler_cls = None  # as where a configuration was not made by OmniEngineArgs
     with pytest.raises(ConfigError, match="Scheduler is not an OmniSchedulerInterface"):
         VllmCore(made)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"), [("thinker", "autoregressive"), ("talker", "autoregressive"), ("code2wav", "diffusion")]
+)
+def test_a_stages_configuration_can_be_sent_to_a_new_process(tiny_checkpoint: Path, stage: str, kind: Any) -> None:
+    made = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), stage), kind).create_engine_config()
+    assert stage.encode() in ForkingPickler.dumps(made).tobytes()
 
 
 def test_wrong_types_within_a_config_json_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
