@@ -14,7 +14,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -87,7 +88,9 @@ Event = Received | Rejected | Undelivered | CoordinatorToStage | Stop | Lost | D
 
 
 LIMIT = 4096  # events that may wait for the engine; further messages wait in zmq and at the sender
-BATCH = 64  # messages that are decoded under one hold of the lock
+BATCH = 64  # messages that are decoded before any is added
+BATCHES = 8  # that are read under one hold of the lock: of messages that do not decode there may be no end
+TURN_SECONDS = 0.001  # for which the main thread leaves the lock to the inbound thread
 
 
 class Inbox:
@@ -101,6 +104,7 @@ class Inbox:
         self._events: collections.deque[Event] = collections.deque()  # its methods are atomic
         self._wakeup = Wakeup()
         self._waiting = False  # the main thread is at the socket, or about to be
+        self._wanted = False  # the lock, by the inbound thread
         self._lock = threading.Lock()  # around the socket; what was read is put under it, too, which keeps the order
         self._socket: Socket | None = None
         self._descriptor = -1
@@ -147,7 +151,7 @@ class Inbox:
             if self._polled != self._descriptor:
                 self._polled = self._descriptor
                 self._poller.register(self._polled, select.POLLIN)
-            for number, _ in self._poller.poll(1000 * timeout):
+            for number, _ in self._poller.poll(0 if self._full else 1000 * timeout):
                 if number == self._polled:
                     self._read()
                 else:
@@ -167,26 +171,39 @@ class Inbox:
 
     def read(self) -> None:
         """Move messages from the socket to the events."""
-        self._read()
+        with self.paused():
+            self._fill()
         if self._events and self._waiting:
             self._wakeup.set()
 
-    def _read(self) -> None:
-        """Runs on either thread."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have nothing decoded meanwhile."""
+        self._wanted = True
         with self._lock:
-            while self._socket is not None and len(self._events) < LIMIT:
-                batch = drain(self._socket, BATCH)
-                # Decoded before any is added: the main thread would contend for the interpreter otherwise.
-                self._events.extend([event for frames in batch if (event := self._decode(frames)) is not None])
-                if len(batch) < BATCH:
-                    self._full = False
-                    return
-            self._full = self._socket is not None
-        self._watch(False)  # until the main thread has taken some
+            self._wanted = False
+            yield
 
-    def paused(self) -> threading.Lock:
-        """Return the lock; while it is held nothing is decoded."""
-        return self._lock
+    def _read(self) -> None:
+        """Read on the main thread."""
+        if self._wanted:  # the lock is not fair, and a thread that reads without end would have it back at once
+            time.sleep(TURN_SECONDS)
+        with self._lock:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Read from the socket; called under the lock."""
+        for _ in range(BATCHES):
+            if self._socket is None or len(self._events) >= LIMIT:
+                break
+            batch = drain(self._socket, BATCH)
+            # Decoded before any is added: the main thread would contend for the interpreter otherwise.
+            self._events.extend([event for frames in batch if (event := self._decode(frames)) is not None])
+            if len(batch) < BATCH:
+                self._full = False
+                return
+        self._full = self._socket is not None
+        self._set_watched(False)  # until the main thread has taken some
 
     def close(self) -> None:
         """Close the socket; what has been read can still be taken."""
@@ -200,9 +217,12 @@ class Inbox:
         """Choose whether a message wakes the inbound thread."""
         if on is not self._watched:
             with self._lock:
-                if self._socket is not None:
-                    self._watched = on
-                    self.epoll.modify(self._descriptor, select.EPOLLIN if on else 0)
+                self._set_watched(on)
+
+    def _set_watched(self, on: bool) -> None:
+        if self._socket is not None:
+            self._watched = on
+            self.epoll.modify(self._descriptor, select.EPOLLIN if on else 0)
 
 
 MAXIMUM_POLL_SECONDS = 0.1

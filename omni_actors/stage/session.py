@@ -244,7 +244,7 @@ class Session:
         return self._end
 
     def _take_events(self) -> None:
-        """Handle all pending events. Wait for the first one if there is no step to do."""
+        """Handle pending events for a while. Wait for the first one if there is no step to do."""
         runnable, congested = self._actor.runnable(), self._outbound.congested
         timeout = CONGESTED_SECONDS if congested else 0.0 if runnable else TICK_SECONDS
         began = time.monotonic()
@@ -252,6 +252,8 @@ class Session:
             timeout = 0.0
             for event in events:
                 self._on_event(event)
+            if time.monotonic() > began + 2 * TICK_SECONDS:  # whoever sends without end keeps no one from a step
+                break
         if runnable and congested:
             self._meter.count(table.HELD_BACK, time.monotonic() - began)
 

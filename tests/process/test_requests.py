@@ -7,7 +7,9 @@ import itertools
 import os
 import pickle
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -27,7 +29,7 @@ from omni_actors.errors import (
 )
 from omni_actors.protocol.codec import MAGIC, encode
 from omni_actors.protocol.fields import Header, pack_token_ids
-from omni_actors.protocol.messages import Done, Submit
+from omni_actors.protocol.messages import Abort, Done, Submit
 from omni_actors.protocol.payloads import Prompt
 from omni_actors.stage.echo import FAIL_TOKEN
 from omni_actors.telemetry.metrics import REJECTED
@@ -36,7 +38,7 @@ from tests.support.answers import SAMPLES, assert_echo, collect
 from tests.support.commands import python
 from tests.support.launcher import EchoLauncher
 from tests.support.load import STAGES
-from tests.support.waiting import eventually, until
+from tests.support.waiting import PATIENCE, eventually, until
 
 
 @pytest.mark.parametrize("modalities", [("text", "audio"), ("text",), ("audio",)])
@@ -213,6 +215,28 @@ def garbage(kind: str, evil: list[bytes]) -> list[list[bytes]]:
         [MAGIC, good, b"\x91" * 50_000],
         [MAGIC, good, msgspec.msgpack.encode({"type": kind, "x": 1})],
     ]
+
+
+@pytest.mark.parametrize("frames", [[b"x"], encode(Header("", "nobody"), Abort())], ids=["garbage", "messages"])
+def test_a_sender_without_end_keeps_no_stage_from_its_work(echo, sockets, frames):
+    (inbox,) = echo.folder.glob("*/thinker-0-*")
+    pids = [stage.pid for stage in echo.describe().stages]
+    socket, over = sockets.push(f"ipc://{inbox}"), threading.Event()
+
+    def send() -> None:
+        while not over.is_set():
+            if not try_send(socket, frames):
+                time.sleep(0.0005)
+
+    with OmniClient(echo.endpoint) as client, ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(send)
+        try:
+            for text in ("the tide", "is full"):
+                assert_echo(client.generate(text, timeout=30 * PATIENCE), text)
+        finally:
+            over.set()
+        sending.result()
+    assert [stage.pid for stage in echo.describe().stages] == pids
 
 
 async def test_pickled_frames_are_garbage_on_every_socket(echo, sockets):
