@@ -32,8 +32,7 @@ from omni_actors import __version__
 from omni_actors.config import FlowConfig
 from omni_actors.protocol.codec import BufferList, Decoder, encode
 from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, ReplicaId
-from omni_actors.protocol.messages import Chunk, Hello, IntoStage, Peer, Peers
-from omni_actors.protocol.payloads import PromptEmbedsPayload
+from omni_actors.protocol.messages import ROWS, Chunk, Hello, IntoStage, Peer, Peers
 from omni_actors.stage.inbound import Inbound, Inbox, Received
 from omni_actors.stage.outbound import Outbound, Outgoing
 from omni_actors.transport.arena import Arena, ArenaReader
@@ -144,7 +143,7 @@ def measure_hop(steps: Plan, transport: str, arena: bool, calls: list[float] | N
             for stream in range(number, number + steps.burst):
                 buffers = BufferList()
                 header = Header("", f"stream-{stream % STREAMS}", SENDER.stage, SENDER.replica, SENDER.epoch, 0, stream)
-                body = Chunk(rows=PromptEmbedsPayload(buffers.add(rows)), start=time.monotonic_ns())
+                body = Chunk(tensors={ROWS: buffers.add(rows)}, start=time.monotonic_ns())
                 batch.append(Outgoing(RECEIVER, header, body, buffers.buffers))
             began = time.perf_counter()
             end.outbound.send(batch, idle=True)  # as a stage whose engine waits for input
@@ -255,7 +254,7 @@ def codec_seconds() -> float:
         began = time.perf_counter()
         for _ in range(1000):
             buffers = BufferList()
-            frames = encode(header, Chunk(rows=PromptEmbedsPayload(buffers.add(rows)), start=7), buffers.buffers)
+            frames = encode(header, Chunk(tensors={ROWS: buffers.add(rows)}, start=7), buffers.buffers)
             decoder.decode(frames)
         best = min(best, (time.perf_counter() - began) / 1000)
     return best

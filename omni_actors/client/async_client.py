@@ -240,7 +240,6 @@ class AsyncOmniClient:
             seed=secrets.randbelow(SEEDS) if seed is None else seed,
             priority=priority,
             traceparent=_checked_traceparent(traceparent),
-            sent=time.time(),
             information=information,
             tenant=tenant,
             more_text=True if more_text else None,
@@ -429,7 +428,7 @@ class AsyncOmniClient:
         refusal = self._handshake.refusal
         if refusal is not None:
             raise refusal
-        header = Header("", request_id=request_id, deadline=deadline)
+        header = Header("", request_id=request_id, deadline=deadline, sent=time.time())
         frames = encode(header, body, buffers.buffers if buffers is not None else (), self._limits)
         if not try_send(self._socket, frames):
             self._monitor.drain()  # the reason may be a refusal that was not read yet

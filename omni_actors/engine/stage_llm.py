@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from omni_actors.client.offline import OneStageParams, is_list, params_by_stage, spread
 from omni_actors.client.prompts import (
@@ -23,17 +21,7 @@ from omni_actors.client.prompts import (
     refuse_unknown_keys,
     to_prompt,
 )
-from omni_actors.client.streams import (
-    Audio,
-    CollectedItems,
-    Image,
-    Latents,
-    OmniRequestOutput,
-    OmniTokensPrompt,
-    Text,
-    Video,
-    WordTimes,
-)
+from omni_actors.client.streams import CollectedItems, OmniRequestOutput, OmniTokensPrompt, item_of
 from omni_actors.config import StageKind
 from omni_actors.engine.arguments import OmniEngineArgs, build_engine
 from omni_actors.engine.prompt import PromptEngine
@@ -43,21 +31,17 @@ from omni_actors.protocol.fields import Header, HostTensor, Priority
 from omni_actors.protocol.messages import StageUsage, Submit
 from omni_actors.protocol.payloads import ADDITIONAL_INFORMATION, PROMPT_EMBEDS, InformationValue, StageParams
 from omni_actors.stage.engine_interface import (
-    AudioEvent,
     EngineEvent,
     EngineFacts,
     ErrorEvent,
     FinishedEvent,
-    ImageEvent,
     LatentsEvent,
     ProgressEvent,
     StageInputs,
     StageRequest,
     StreamEvent,
-    TextEvent,
-    VideoEvent,
-    WordsEvent,
 )
+from omni_actors.stage.outbound import result_of
 from omni_actors.stage.processors import concatenate_rows, start_of
 
 StagePrompt = StageInputs | OmniTokensPrompt
@@ -282,23 +266,10 @@ class _Answer:
 
     def take(self, event: EngineEvent) -> None:
         """Add what an event says."""
-        since, add = time.monotonic() - self._opened, self._collected.add
+        since = time.monotonic() - self._opened
         if self._first_output is None and not isinstance(event, ProgressEvent | FinishedEvent | ErrorEvent):
             self._first_output = since
         match event:
-            case TextEvent():
-                token_ids = list(event.token_ids)
-                add(Text(event.text, token_ids, event.tool_calls, event.logprobs, event.prompt_logprobs))
-            case AudioEvent():
-                add(Audio(np.frombuffer(event.samples.data, dtype=np.float32), event.sample_rate))
-            case ImageEvent():
-                add(Image(_pixels(event.pixels), event.preview))
-            case VideoEvent():
-                add(Video(_pixels(event.frames), event.frames_per_second))
-            case LatentsEvent(preview=False):
-                add(Latents(event.latents))
-            case WordsEvent():
-                add(WordTimes(event.words))
             case StreamEvent():
                 self._output.token_ids.extend(event.token_ids)
                 for name, tensor in event.tensors.items():
@@ -311,14 +282,13 @@ class _Answer:
                 self.ended = True
             case ErrorEvent():
                 self.fail(event.error)
-            case LatentsEvent() | ProgressEvent():  # previews, and no output here
+            case LatentsEvent(preview=True):
                 pass
+            case _:  # as in a client that gets it by a message
+                body, buffers = result_of(event)
+                self._collected.add(item_of(body, Envelope(Header(""), body, tuple(buffers)).tensor))
 
     def result(self) -> OmniRequestOutput:
         """The result, with its pieces joined."""
         self._output.tensors = {name: concatenate_rows(parts) for name, parts in self._tensors.items()}
         return self._collected.joined()
-
-
-def _pixels(given: HostTensor) -> NDArray[np.uint8]:
-    return np.frombuffer(given.data, dtype=np.uint8).reshape(given.shape)

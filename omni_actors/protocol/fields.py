@@ -54,7 +54,7 @@ def check_token_ids(data: bytes) -> None:
         raise InvalidPayload(f"token_ids are int32, so their length must be a multiple of 4 bytes; got {len(data)}.")
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_BUFFERS = 4096  # per message, in frames and in blocks
 MAX_BLOCKS = 16  # per message; further buffers travel as frames
 
@@ -124,6 +124,7 @@ class Header(Struct, frozen=True, array_like=True):
         attempt: the attempt at the request: the sender's in results, the receiver's in everything else.
         seq: number of the message among those of one sender about one attempt, from 0.
         deadline: Unix time in seconds, of the wall clock on the wire and of `STEADY` elsewhere; 0 for none.
+        sent: when the message was made, or sent again; only measurements depend on it.
         n_buffers: buffers of the message, in frames and in blocks.
         blocks: the buffers that are not frames of this message.
     """
@@ -136,6 +137,7 @@ class Header(Struct, frozen=True, array_like=True):
     attempt: Attempt = 0
     seq: Count = 0
     deadline: float = 0.0
+    sent: Moment = 0.0
     n_buffers: Annotated[int, Meta(ge=0, le=MAX_BUFFERS)] = 0
     blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_BLOCKS)] = ()
 
@@ -146,10 +148,16 @@ class Header(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(
-        cls, sender: ReplicaId, request_id: str = "", attempt: int = 0, seq: int = 0, deadline: float = 0.0
+        cls,
+        sender: ReplicaId,
+        request_id: str = "",
+        attempt: int = 0,
+        seq: int = 0,
+        deadline: float = 0.0,
+        sent: float = 0.0,
     ) -> Header:
         """The header of a message of a replica."""
-        return cls("", request_id, sender.stage, sender.replica, sender.epoch, attempt, seq, deadline)
+        return cls("", request_id, sender.stage, sender.replica, sender.epoch, attempt, seq, deadline, sent)
 
 
 class Body(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -47,7 +47,6 @@ from omni_actors.protocol.payloads import (
     Parameter,
     PositionLogprobs,
     Prompt,
-    PromptEmbedsPayload,
     PromptPosition,
     SpeechAbility,
     StageParams,
@@ -278,29 +277,24 @@ class Chunk(Body, tag="chunk", frozen=True):
 
     Attributes:
         token_ids: int32 bytes.
-        rows: embeddings that stand in for the receiver's tokens.
+        tensors: by name; `ROWS` are embeddings that stand in for the receiver's tokens.
         start: position of the first row or token in the sender's whole sequence. A receiver drops what it already has,
             since a preempted sender computes rows again.
         final: ends the stream.
     """
 
     token_ids: bytes = b""
-    rows: PromptEmbedsPayload | None = None
     tensors: Annotated[dict[Name, TensorRef], Meta(max_length=256)] = {}
     information: AdditionalInformationPayload = NO_INFORMATION
     start: Count = 0
     final: bool = False
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         check_token_ids(self.token_ids)
-        if ROWS in self.tensors:
-            raise InvalidPayload(f"{ROWS!r} is a field of its own and cannot be one of the tensors.")
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""
-        rows = (self.rows.tensor,) if self.rows is not None else ()
-        return (*rows, *self.tensors.values(), *self.information.tensor_refs())
+        return (*self.tensors.values(), *self.information.tensor_refs())
 
 
 class Delivered(Struct, frozen=True):
@@ -358,7 +352,6 @@ class TextDelta(Body, tag="text", frozen=True):
 
     text: str
     token_ids: bytes = b""
-    sent: Moment = 0.0
     tool_calls: Annotated[tuple[ToolCallPiece, ...], Meta(max_length=MAX_CALLS)] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptPosition, ...] = ()
@@ -386,7 +379,6 @@ class AudioChunk(TensorChunk, tag="audio", frozen=True):
 
     samples: TensorRef
     sample_rate: Annotated[int, Meta(ge=1, le=768_000)]
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         fits = len(self.samples.shape) == 1 and self.samples.dtype is DType.F32
@@ -403,7 +395,6 @@ class ImageChunk(TensorChunk, tag="image", frozen=True):
 
     pixels: TensorRef
     preview: bool = False
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         shape = self.pixels.shape
@@ -421,7 +412,6 @@ class VideoChunk(TensorChunk, tag="video", frozen=True):
 
     frames: TensorRef
     frames_per_second: FrameRate
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         shape = self.frames.shape
@@ -435,7 +425,6 @@ class LatentsChunk(TensorChunk, tag="latents", frozen=True):
     modality: ClassVar[str] = "latents"
 
     latents: TensorRef
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         fits = self.latents.dtype in FLOATING and bool(self.latents.shape) and 0 not in self.latents.shape
@@ -448,7 +437,6 @@ class WordsChunk(Body, tag="words", frozen=True):
     modality: ClassVar[str] = "words"
 
     words: Annotated[tuple[WordTime, ...], Meta(max_length=65536)]
-    sent: Moment = 0.0
 
 
 class StepsDone(Body, tag="progress", frozen=True):
@@ -459,7 +447,6 @@ class StepsDone(Body, tag="progress", frozen=True):
     step: Steps
     steps: Steps
     stage: StageNameOrEmpty = ""
-    sent: Moment = 0.0
 
     def __post_init__(self) -> None:
         if self.step > self.steps:
@@ -706,7 +693,6 @@ class Submit(Body, tag="submit", frozen=True):
     seed: Seed = 0
     priority: Priority = 0
     traceparent: Annotated[str, Meta(pattern=TRACEPARENT)] | None = None
-    sent: Moment = 0.0
     information: AdditionalInformationPayload = NO_INFORMATION
     tenant: Annotated[str, Meta(max_length=64)] = ""
     delivered: Delivered | None = None

@@ -353,7 +353,7 @@ class StageActor:
         except ProtocolError as error:
             return self._fail(header.request_id, error)
         size = len(chunk.token_ids) + wire_size(envelope.buffers)
-        self._meter.received(attempt.timings, source.name, chunk.sent, size)
+        self._meter.received(attempt.timings, source.name, header.sent, size)
         return self._apply(attempt, lambda: processor.feed(header.stage, InputPiece.of(chunk, envelope)))
 
     def _apply(self, attempt: Attempt, decide: Callable[[], Iterable[Action]]) -> list[Outgoing]:
@@ -405,21 +405,21 @@ class StageActor:
             return self._finish(attempt, event)
         if not attempt.first_output and not isinstance(event, ProgressEvent):
             attempt.first_output = self.clock()
-        moment = self._meter.output(attempt.timings, event, self.stage.outputs)
+        self._meter.output(attempt.timings, event, self.stage.outputs)
         result, stream, length = divide(event, self.stage.outputs, attempt.streamed, sends_text=self._sends_text)
-        messages = self._result(attempt, *result_of(result, moment)) if result is not None else []
+        messages = self._result(attempt, *result_of(result)) if result is not None else []
         if stream is not None and attempt.live:
             attempt.streamed += length
-            messages += self._stream(attempt, stream, moment)
+            messages += self._stream(attempt, stream)
         return messages
 
-    def _stream(self, attempt: Attempt, event: StreamEvent, moment: float) -> list[Outgoing]:
+    def _stream(self, attempt: Attempt, event: StreamEvent) -> list[Outgoing]:
         """Keep a chunk, and send it to those later stages of the route that have all chunks before it."""
         attempt.stream_ended = attempt.stream_ended or event.final
         output = attempt.output
         if not output.receivers:
             return []
-        chunk, buffers = chunk_of(event, moment)
+        chunk, buffers = chunk_of(event)
         if output.intact and not output.keep(chunk, buffers):
             self._unretained += 1
         receivers = output.receivers.values()
@@ -434,7 +434,8 @@ class StageActor:
         messages: list[Outgoing] = []
         if attempt.output.receivers and not attempt.stream_ended:
             end = StreamEvent(attempt.request.request_id, start=attempt.streamed, final=True)
-            messages = self._stream(attempt, end, self._meter.output(attempt.timings, end))
+            self._meter.output(attempt.timings, end)
+            messages = self._stream(attempt, end)
             if not attempt.live:  # it failed: the end could not be kept for a stage that is not there
                 return messages
         usage = StageUsage(
@@ -473,7 +474,7 @@ class StageActor:
         """Fail a request that is not announced here. If the announcement still comes, it is ignored."""
         self._release(header.request_id)  # an attempt before
         self._bury(header.request_id, header.attempt)
-        own_header = self._header(header.request_id, header.attempt)
+        own_header = Header.of(self.identity, header.request_id, header.attempt)
         return [Outgoing(None, own_header, Failed.from_error(error, self.stage.name))]
 
     def _result(self, attempt: Attempt, body: Body, buffers: Sequence[Frame] = ()) -> list[Outgoing]:
@@ -490,12 +491,10 @@ class StageActor:
         return [self._send_to(attempt, coordinator, body, buffers)]
 
     def _send_to(self, attempt: Attempt, receiver: Receiver, body: Body, buffers: Sequence[Frame]) -> Outgoing:
-        header = self._header(attempt.request_id, receiver.attempt, receiver.sent, attempt.deadline)
+        number, now = receiver.sent, self._meter.clock()
         receiver.sent += 1
+        header = Header.of(self.identity, attempt.request_id, receiver.attempt, number, attempt.deadline, now)
         return Outgoing(receiver.replica_id, header, body, buffers)
-
-    def _header(self, request_id: str, attempt: int, seq: int = 0, deadline: float = 0.0) -> Header:
-        return Header.of(self.identity, request_id, attempt, seq, deadline)
 
     # -- sending again ------------------------------------------------------------------------------------------------
 
@@ -531,11 +530,8 @@ class StageActor:
                 messages += self._fail(attempt.request_id, error)
                 continue
             if entry is not None:
-                body, buffers = entry
-                if not isinstance(body, StageDone):
-                    body = msgspec.structs.replace(body, sent=self._meter.clock())  # made earlier, but sent now
-                messages.append(self._send_to(attempt, receiver, body, buffers))
-                size += wire_size(buffers)
+                messages.append(self._send_to(attempt, receiver, *entry))
+                size += wire_size(messages[-1].buffers)
             if receiver.resend_from is None:
                 self._resending.popleft()
         return messages

@@ -194,7 +194,7 @@ def stage_of(replica_id: ReplicaId | None) -> str:
 
 
 def _only_tokens(body: Body) -> TypeGuard[Chunk]:
-    return isinstance(body, Chunk) and body.rows is None and not body.tensors and not body.information.entries
+    return isinstance(body, Chunk) and not body.tensors and not body.information.entries
 
 
 def _detached(buffer: Frame) -> Frame:

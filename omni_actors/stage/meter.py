@@ -86,12 +86,12 @@ class StageMeter:
             timings.first_step = moment
             self._queue.observe(moment - timings.started)
 
-    def output(self, timings: StageTimeline, event: OutputEvent, outputs: Collection[str] = ()) -> float:
-        """Note output of the request; returns the moment. `outputs`: modalities of the stage for the client."""
+    def output(self, timings: StageTimeline, event: OutputEvent, outputs: Collection[str] = ()) -> None:
+        """Note output of the request. `outputs`: modalities of the stage for the client."""
         now = self.clock()
         match event:
             case ProgressEvent():
-                return now  # no output yet
+                return  # no output yet
             case AudioEvent():
                 self.count(table.STAGE_AUDIO, event.samples.shape[0] / event.sample_rate)
             case ImageEvent():
@@ -106,7 +106,6 @@ class StageMeter:
             if timings.started:  # otherwise there was nothing to compute
                 self._outputs.observe(now - timings.started)
         timings.last_output = now
-        return now
 
     def done(self, timings: StageTimeline, input_tokens: int, output_tokens: int) -> None:
         """End the attempt as done."""

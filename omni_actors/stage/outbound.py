@@ -28,7 +28,6 @@ from omni_actors.protocol.fields import MAX_BLOCKS, Block, Body, Header, Limits,
 from omni_actors.protocol.messages import (
     LATENTS,
     PIXELS,
-    ROWS,
     SAMPLE_RATE,
     SAMPLES,
     TEXT,
@@ -37,13 +36,14 @@ from omni_actors.protocol.messages import (
     Credit,
     ImageChunk,
     LatentsChunk,
+    Output,
     Peers,
     StepsDone,
     TextDelta,
     VideoChunk,
     WordsChunk,
 )
-from omni_actors.protocol.payloads import AdditionalInformationPayload, PromptEmbedsPayload
+from omni_actors.protocol.payloads import AdditionalInformationPayload
 from omni_actors.stage.engine_interface import (
     AudioEvent,
     ImageEvent,
@@ -105,48 +105,43 @@ def divide(
             return event, None, 0
 
 
-def result_of(event: ForClient, sent: float) -> tuple[Body, Sequence[Frame]]:
-    """Make the message to the coordinator, and its buffers. `sent`: Unix time in seconds."""
+def result_of(event: ForClient) -> tuple[Output, Sequence[Frame]]:
+    """Make the message to the coordinator, and its buffers."""
     buffers = BufferList()
-    body: Body
+    body: Output
     match event:
         case TextEvent():
             body = TextDelta(
                 text=event.text,
                 token_ids=pack_token_ids(event.token_ids),
-                sent=sent,
                 tool_calls=event.tool_calls,
                 logprobs=event.logprobs,
                 prompt_logprobs=event.prompt_logprobs,
             )
         case AudioEvent():
-            body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate, sent=sent)
+            body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate)
         case ImageEvent():
-            body = ImageChunk(pixels=buffers.add(event.pixels), preview=event.preview, sent=sent)
+            body = ImageChunk(pixels=buffers.add(event.pixels), preview=event.preview)
         case VideoEvent():
-            body = VideoChunk(frames=buffers.add(event.frames), frames_per_second=event.frames_per_second, sent=sent)
+            body = VideoChunk(frames=buffers.add(event.frames), frames_per_second=event.frames_per_second)
         case LatentsEvent():
-            body = LatentsChunk(latents=buffers.add(event.latents), sent=sent)
+            body = LatentsChunk(latents=buffers.add(event.latents))
         case WordsEvent():
-            body = WordsChunk(words=event.words, sent=sent)
+            body = WordsChunk(words=event.words)
         case ProgressEvent():
-            body = StepsDone(step=event.step, steps=event.steps, sent=sent)
+            body = StepsDone(step=event.step, steps=event.steps)
     return body, buffers.buffers
 
 
-def chunk_of(event: StreamEvent, sent: float) -> tuple[Chunk, Sequence[Frame]]:
-    """Make the message to the stages after this one, and its buffers. `sent`: Unix time in seconds."""
+def chunk_of(event: StreamEvent) -> tuple[Chunk, Sequence[Frame]]:
+    """Make the message to the stages after this one, and its buffers."""
     buffers = BufferList()
-    tensors = {name: buffers.add(tensor) for name, tensor in event.tensors.items()}
-    rows = tensors.pop(ROWS, None)
     chunk = Chunk(
         token_ids=pack_token_ids(event.token_ids),
-        rows=PromptEmbedsPayload(rows) if rows is not None else None,
-        tensors=tensors,
+        tensors={name: buffers.add(tensor) for name, tensor in event.tensors.items()},
         information=AdditionalInformationPayload.of({**event.scalars, **event.lists}, buffers.add),
         start=event.start,
         final=event.final,
-        sent=sent,
     )
     return chunk, buffers.buffers
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from omni_actors.errors import InvalidPayload, InvalidRequest
 from omni_actors.protocol.codec import Envelope
 from omni_actors.protocol.fields import HostTensor, Scalar, unpack_token_ids
-from omni_actors.protocol.messages import LATENTS, PICTURE, ROWS, TEXT, UNHEARD, Chunk
+from omni_actors.protocol.messages import LATENTS, PICTURE, TEXT, UNHEARD, Chunk
 from omni_actors.protocol.payloads import PROMPT_EMBEDS, TRANSCRIPT, InformationValue, Prompt, text_prompt
 from omni_actors.stage.engine_interface import EngineFacts, StageInputs
 
@@ -35,8 +35,6 @@ class InputPiece(Struct, frozen=True):
     def of(cls, chunk: Chunk, envelope: Envelope[Any]) -> InputPiece:
         """Decode `envelope`, whose body is `chunk`. Raises `InvalidPayload` if two of its tensors have one name."""
         tensors = {name: envelope.tensor(ref) for name, ref in chunk.tensors.items()}
-        if chunk.rows is not None:
-            tensors[ROWS] = envelope.tensor(chunk.rows.tensor)
         named = chunk.information.values(envelope.tensor)
         more = {name: value for name, value in named.items() if isinstance(value, HostTensor)}
         if twice := tensors.keys() & more.keys():

@@ -126,17 +126,17 @@ class RequestLog(Observer):
         """Count a refusal by its error code; it has no timeline."""
         self._meters.count(table.REQUESTS, "refused", error.code.value)
 
-    def admitted(self, request_id: str, submit: Submit) -> None:
+    def admitted(self, header: Header, submit: Submit) -> None:
         """Begin a timeline, in the caller's trace if the request names one."""
         now = self._clock()
         trace_id, parent_id, flags = secrets.token_hex(16), "", "01"
         if submit.traceparent is not None:
             _, trace_id, parent_id, flags = submit.traceparent.split("-")
         events = [TimelineEvent("admitted", now)]
-        if submit.sent and abs(now - submit.sent) < CLIENT_CLOCK_SECONDS:
-            events.insert(0, TimelineEvent("submitted", min(submit.sent, now)))
-        timeline = RequestTimeline(request_id, trace_id, events=events)
-        self._running[request_id] = ObservedRequest(timeline, parent_id, bool(int(flags, 16) & 1), now)
+        if header.sent and abs(now - header.sent) < CLIENT_CLOCK_SECONDS:
+            events.insert(0, TimelineEvent("submitted", min(header.sent, now)))
+        timeline = RequestTimeline(header.request_id, trace_id, events=events)
+        self._running[header.request_id] = ObservedRequest(timeline, parent_id, bool(int(flags, 16) & 1), now)
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
         """Note the route of an attempt, and when the stages that begin with it were informed."""
@@ -153,11 +153,11 @@ class RequestLog(Observer):
 
     def came(self, header: Header, body: Output) -> None:
         """Add the transfer from the stage to the coordinator."""
-        source = f"{header.stage}/{header.replica}"
-        now = self._clock()
-        transfer_from(self._running[header.request_id].timeline.deliveries, source).add(body.sent, now, _payload(body))
-        if body.sent:
-            self._meters.histogram(table.EDGE_LATENCY, source, table.COORDINATOR[0]).observe(now - body.sent)
+        source, now = f"{header.stage}/{header.replica}", self._clock()
+        deliveries = self._running[header.request_id].timeline.deliveries
+        transfer_from(deliveries, source).add(header.sent, now, _payload(body))
+        if header.sent:
+            self._meters.histogram(table.EDGE_LATENCY, source, table.COORDINATOR[0]).observe(now - header.sent)
 
     def delivered(self, request_id: str, body: Output) -> None:
         """Count tokens, samples and pictures, and note the first of each."""

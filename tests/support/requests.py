@@ -61,9 +61,9 @@ class Onlooker(Observer):
         self.ends: collections.Counter[str] = collections.Counter()
         self.losses: list[tuple[str, bool]] = []
 
-    def admitted(self, request_id: str, submit: Submit) -> None:
-        assert request_id not in self.attempts, "admitted twice"
-        self.attempts[request_id], self.done[request_id] = {}, {}
+    def admitted(self, header: Header, submit: Submit) -> None:
+        assert header.request_id not in self.attempts, "admitted twice"
+        self.attempts[header.request_id], self.done[header.request_id] = {}, {}
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:
         assert begun, "bound to nothing new"

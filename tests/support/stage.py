@@ -12,7 +12,7 @@ from omni_actors.config import FlowConfig, PipelineConfig, StageConfig
 from omni_actors.protocol.codec import BufferList, Envelope
 from omni_actors.protocol.fields import Header, HostTensor, Limits, ReplicaId, pack_token_ids
 from omni_actors.protocol.messages import Abort, Chunk, Ended, Failed, Hello, OpenRequest
-from omni_actors.protocol.payloads import Prompt, PromptEmbedsPayload, StageParams
+from omni_actors.protocol.payloads import Prompt, StageParams
 from omni_actors.stage.actor import StageActor
 from omni_actors.stage.engine_interface import EngineEvent, EngineFacts, StageEngine, StageInputs, StageRequest
 from omni_actors.stage.inbound import Inbound, Inbox
@@ -128,8 +128,6 @@ class StageUnderTest:
         replica_id = source or ROUTE[STAGES.index(self.name) - 1]
         buffers = BufferList()
         refs = {name: buffers.add(tensor) for name, tensor in (tensors or {}).items()}
-        if (rows := refs.pop("rows", None)) is not None:
-            fields["rows"] = PromptEmbedsPayload(rows)
         header = Header("chunk", request_id, replica_id.stage, replica_id.replica, replica_id.epoch, attempt, seq)
         return self.actor.receive(Envelope(header, Chunk(tensors=refs, **fields), tuple(buffers.buffers)))
 

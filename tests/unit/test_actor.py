@@ -24,7 +24,7 @@ from omni_actors.protocol.messages import (
     TextDelta,
     Unreachable,
 )
-from omni_actors.protocol.payloads import PromptEmbedsPayload, StageParams
+from omni_actors.protocol.payloads import StageParams
 from omni_actors.sharing import Budget
 from omni_actors.stage import actor as actor_module
 from omni_actors.stage import attempts
@@ -322,7 +322,7 @@ def test_what_was_sent_is_sent_again_and_what_follows_goes_on_from_there() -> No
     sent = stage.do(row(2))
     assert chunks(sent) == [(AGAIN, 1, index, pack_token_ids([index]), False) for index in range(3)]
     assert [bytes(item.buffers[0]) for item in sent] == [b"row0", b"row1", b"row2"]
-    assert sent[0].body.rows == PromptEmbedsPayload(TensorRef(DType.F32, (1, 1), 0))
+    assert sent[0].body.tensors == {"rows": TensorRef(DType.F32, (1, 1), 0)}
     assert {item.header.deadline for item in sent} == {stage.clock.now + 600}
     assert not stage.actor.runnable()
     end, result = stage.do(FinishedEvent("r1", FinishReason.STOP, 2, 3))

@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).with_name("golden_messages.json")
 REF = TensorRef(DType.BF16, (2, 4), 0)
 
 
-HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5)
+HEADER = Header("", "r1", "thinker", 2, 7, 1, 9, 5.5, 4.5)
 KINDS = {
     cls.__struct_config__.tag: cls
     for base in (Body, messages.TensorChunk)

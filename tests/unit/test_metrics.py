@@ -269,7 +269,7 @@ def test_both_listeners_hear_what_is_said_of_them(pieces: list[tuple[float, floa
 def test_only_the_last_requests_are_kept() -> None:
     log = RequestLog(Meters(), Clock(1000.0), lambda _: None)
     for index in range(KEPT + 5):
-        log.admitted(f"r{index}", submit())
+        log.admitted(Header("submit", f"r{index}"), submit())
         log.ended(f"r{index}", None)
     assert log.timeline("r4") is None
     assert log.timeline("r5") is not None

@@ -193,7 +193,7 @@ class Observer:
     def refused(self, error: OmniError) -> None:
         """A request was not admitted."""
 
-    def admitted(self, request_id: str, submit: Submit) -> None:
+    def admitted(self, header: Header, submit: Submit) -> None:
         """A request was accepted; `ended` will follow."""
 
     def bound(self, request_id: str, attempt: int, route: tuple[ReplicaId, ...], begun: Sequence[str]) -> None:

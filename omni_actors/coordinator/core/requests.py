@@ -131,7 +131,7 @@ class RequestMachine:
         except OmniError as error:
             self._observer.refused(error)
             return [ToClient(client, header.request_id, 0, Failed.from_error(error))]
-        self._observer.admitted(request.request_id, submit)
+        self._observer.admitted(header, submit)
         self.active[request.request_id] = request
         instructions: list[Instruction] = []
         for other in crowded_out:
