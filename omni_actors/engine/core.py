@@ -19,7 +19,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from omni_actors.engine.scheduler import OmniSchedulerInterface
+from omni_actors.engine.scheduler import OmniSchedulerBase
 from omni_actors.engine.workers.base import memory_hint
 from omni_actors.engine.workers.ray import place_workers
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, OmniError, StartupError
@@ -32,9 +32,6 @@ from omni_actors.telemetry.metrics import Metric
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerBase
-
-    class CoreScheduler(Scheduler, OmniSchedulerInterface):
-        """Any of our schedulers: vLLM's, and what the engines need beyond it."""
 
 
 logger = logging.getLogger(__name__)
@@ -174,9 +171,9 @@ class VllmCore:
         if not vllm_config.use_v2_model_runner:
             raise ConfigError("vLLM chose its V1 model runner.", hint="Call engine.platform.prepare before vLLM.")
         scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
-        if not issubclass(scheduler_class, OmniSchedulerInterface):
+        if not issubclass(scheduler_class, OmniSchedulerBase):
             raise ConfigError(
-                f"{scheduler_class.__name__} is not an OmniSchedulerInterface.",
+                f"{scheduler_class.__name__} is not an OmniSchedulerBase.",
                 hint="Take the configuration from OmniEngineArgs.create_engine_config, which chooses the scheduler.",
             )
         self.vllm_config = vllm_config
@@ -196,9 +193,9 @@ class VllmCore:
         _ALIVE.append(self)
 
     @property
-    def scheduler(self) -> CoreScheduler:
-        """The core's scheduler, which is an `OmniSchedulerInterface`."""
-        return cast("CoreScheduler", self._core.scheduler)
+    def scheduler(self) -> OmniSchedulerBase:
+        """The core's scheduler, which is one of ours."""
+        return cast("OmniSchedulerBase", self._core.scheduler)
 
     @property
     def worker(self) -> WorkerBase:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import Struct
@@ -58,8 +58,11 @@ else:
     VllmScheduler = object  # what stands behind the mixin in the order of the base classes
 
 
-class StallMixin(VllmScheduler):
-    """Knows whether the scheduler is stalled: the last `schedule` found nothing to do, and nothing happened since."""
+class OmniSchedulerBase(VllmScheduler):
+    """What the engines need of a scheduler beyond vLLM's interface.
+
+    It knows whether it is stalled: the last `schedule` found nothing to do, and nothing happened since.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,18 +98,17 @@ class StallMixin(VllmScheduler):
         self._stalled = False
         return super()._free_request(request, *args, **kwargs)
 
-
-@runtime_checkable
-class OmniSchedulerInterface(Protocol):
-    """The methods that the engine needs beyond vLLM's interface."""
-
     def has_runnable(self) -> bool:
-        """Whether a step would do something; false while all requests wait for input."""
-        ...
+        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker.
+
+        False while requests wait for KV blocks, batch slots or the budget of others that wait for input themselves.
+        Until that comes or a request ends, another step would change nothing.
+        """
+        return not self._stalled and self.has_requests()
 
     def omni_counts(self) -> dict[str, int]:
         """State held in addition to vLLM's own, by name; all zero when idle."""
-        ...
+        return {}
 
 
 class RowUpdate(Struct):
@@ -134,7 +136,7 @@ class RowStream(Struct):
     pending: RowUpdate | None = None
 
 
-class OmniSchedulerMixin(StallMixin):
+class OmniSchedulerMixin(OmniSchedulerBase):
     """Adds row streams to a vLLM scheduler, only by wrapping `super()`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -321,18 +323,14 @@ class OmniSchedulerMixin(StallMixin):
         self.unfollow(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    # -- OmniSchedulerInterface
+    # -- OmniSchedulerBase
 
     def has_runnable(self) -> bool:
         """Whether a step would do something; false while all requests wait for rows."""
-        if self._stalled:
-            # Requests may wait for KV blocks or batch slots of others that wait for rows themselves; until rows come or
-            # a request ends, another step would change nothing.
-            return False
-        return bool(
+        return not self._stalled and bool(
             self.finished_req_ids
             or self.get_request_counts()[1] > self.num_waiting_for_streaming_input
-            or any(self._ready(request) for request in self.running)
+            or any(map(self._ready, self.running))
         )
 
     def omni_counts(self) -> dict[str, int]:
@@ -469,7 +467,7 @@ class DeviceBudget:
 NO_LIMIT = 1 << 62
 
 
-class DiffusionMixin(StallMixin):
+class DiffusionMixin(OmniSchedulerBase):
     """Schedules jobs by earliest playback deadline, within the memory budget.
 
     Jobs in progress and waiting ones are in one order, `choose` and `DeviceBudget` decide. A step takes `max_num_seqs`
@@ -544,13 +542,6 @@ class DiffusionMixin(StallMixin):
         # Every job ends here, whether finished, aborted or failed. The worker frees it before it computes again.
         self.budget.job_ended(request.request_id)
         return super()._free_request(request, *args, **kwargs)
-
-    def has_runnable(self) -> bool:
-        """Whether a step would do something: compute an unfinished request, or free a finished one in the worker.
-
-        False while requests wait for the budget, and what uses it up waits for input.
-        """
-        return not self._stalled and self.has_requests()
 
     def omni_counts(self) -> dict[str, int]:
         """Bytes that requests hold and that the last step needed, and jobs deferred in it."""

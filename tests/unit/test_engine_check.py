@@ -135,7 +135,7 @@ def test_an_adapter_of_a_plugin_must_be_one(
 def test_vllms_own_scheduler_is_refused(tiny_checkpoint: Path) -> None:
     made = OmniEngineArgs(OmniModelConfig(str(tiny_checkpoint), "talker"), "autoregressive").create_engine_config()
     made.scheduler_config.scheduler_cls = None  # as where a configuration was not made by OmniEngineArgs
-    with pytest.raises(ConfigError, match="Scheduler is not an OmniSchedulerInterface"):
+    with pytest.raises(ConfigError, match="Scheduler is not an OmniSchedulerBase"):
         VllmCore(made)
 
 

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from omni_actors.engine.models import SpeechLimit
 from omni_actors.engine.rows import FollowedRows, RowCache
-from omni_actors.engine.scheduler import OmniSchedulerInterface, RowStream
+from omni_actors.engine.scheduler import OmniSchedulerBase, RowStream
 from omni_actors.protocol.fields import DType, HostTensor
 from omni_actors.protocol.messages import StageDone
 from omni_actors.protocol.payloads import AdditionalInformationEntry, AdditionalInformationPayload
@@ -27,7 +27,7 @@ SEEDS = st.integers(0, (1 << 32) - 1)
 
 def test_a_request_without_its_row_waits_outside_the_batch():
     scheduler = StreamScheduler()
-    assert isinstance(scheduler, OmniSchedulerInterface)
+    assert isinstance(scheduler, OmniSchedulerBase)
     scheduler.open_stream("a", RowStream(1, False, 8))
     scheduler.add_request(CountedRequest("a"))
     scheduler.add_request(CountedRequest("b"))  # an ordinary request
