@@ -23,7 +23,7 @@ from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import Meters
 from omni_actors.transport.curve import KeyOwner
-from omni_actors.transport.link import EdgeMetrics, PeerLinks
+from omni_actors.transport.link import PeerLinks, Window
 
 logger = get_logger(__name__)
 
@@ -106,8 +106,9 @@ class Reports:
 
     def _edge(self, replica: Replica) -> EdgeStatus:
         link, now = self.links.links.get(replica.replica_id), time.monotonic()
-        edge = link.metrics() if link is not None else EdgeMetrics(0, 0, 0)
-        sent = edge.messages_out, edge.bytes_out, edge.waiting
+        window, waiting = (link.window, link.backlog) if link is not None else (None, 0)
+        window = window or Window(0, 0)
+        sent = window.messages_out, window.bytes_out, waiting
         restarts = replica.history.restarts if replica.history is not None else 0
         silent, idle = now - replica.heard, now - replica.moved
         return EdgeStatus(replica.stage, replica.index, replica.epoch, *sent, restarts, silent, idle, replica.phase)
@@ -128,7 +129,7 @@ class Reports:
     def gather(self) -> Meters:
         """All metrics of the pipeline."""
         rejected = {channel: decoder.rejected for channel, decoder in self.decoders.items()}
-        return self.collector.gather(self.requests, self.links.metrics(), rejected, self._all_dropped())
+        return self.collector.gather(self.requests, self.links, rejected, self._all_dropped())
 
 
 NO_OPERATOR = "Use an operator's folder of keys, made with `omni-actors keys DIR --operator NAME`."

@@ -56,8 +56,9 @@ from omni_actors.stage.engine_interface import (
     WordsEvent,
 )
 from omni_actors.stage.inbound import Event, Lost, Rejected, Stop, Undelivered
+from omni_actors.telemetry.metrics import Meters, edge_metrics
 from omni_actors.transport.arena import GRACE_SECONDS, Arena, ArenaReader
-from omni_actors.transport.link import EdgeMetrics, Link, Peer, PeerLinks, name_of, wire_size
+from omni_actors.transport.link import Link, Peer, PeerLinks, name_of, wire_size
 from omni_actors.transport.sockets import Sockets, Wakeup
 
 logger = get_logger(__name__)
@@ -274,7 +275,7 @@ class Outbound(threading.Thread):
         """Give credit to the sender of an edge (`None`: the coordinator), and return all unused blocks."""
         with self._lock:
             if not self._closed:
-                self._credit(sender, messages, size)
+                self._credit({sender: (messages, size)})
                 self._account()
 
     def wake(self) -> None:
@@ -309,10 +310,10 @@ class Outbound(threading.Thread):
         own = self.arena.counts() if self.arena is not None else {}
         return {"outbox": self.waiting, **own, **unknown, **self.arenas.counts()}
 
-    def edges(self) -> dict[str, EdgeMetrics]:
-        """What has left and what waits, by receiver, as "talker/0" or "coordinator"."""
+    def measure(self, meters: Meters) -> None:
+        """Set the metrics of its edges: what has left and what waits, by receiver, as "talker/0" or "coordinator"."""
         with self._lock:
-            return self._peers.metrics()
+            edge_metrics(meters, self.identity.name, self._peers)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Outbound(threading.Thread):
         """Do what becomes due with time, not with a message."""
         if now >= self._next_release:
             self._next_release = now + RELEASE_SECONDS
-            self._return_blocks(self.arenas.take_released())
+            self._credit({})
             if self.arena is not None:
                 self.arena.expire(STEADY())
             while self._unaddressed and self._unaddressed[0][0] + ADDRESS_SECONDS < now:  # the oldest come first
@@ -420,30 +421,23 @@ class Outbound(threading.Thread):
         for replica_id, inbox in sources.items():
             if replica_id not in self._peers.links:
                 self._peers.open(replica_id, inbox, only_credit=True)
-                self._credit(replica_id)  # tells whether its arena is mapped
+                self._credit({replica_id: (0, 0)})  # tells whether its arena is mapped
         addressed = [message for _, message in self._unaddressed if not self._is_expected(message.destination)]
         self._unaddressed = [waiting for waiting in self._unaddressed if self._is_expected(waiting[1].destination)]
         for message in addressed:
             self._send(message, {})
         self._account()
 
-    def _credit(self, sender: Peer, messages: int = 0, size: int = 0) -> None:
-        """Grant credit to a sender, and return all unused blocks."""
+    def _credit(self, grants: Mapping[Peer, tuple[int, int]]) -> None:
+        """Grant credit to senders, in messages and bytes, and return all unused blocks."""
         released = self.arenas.take_released()
-        self._send_credit(sender, messages, size, released.pop(sender, []) if sender is not None else [])
-        self._return_blocks(released)
-
-    def _return_blocks(self, released: Mapping[ReplicaId, Sequence[int]]) -> None:
-        for owner, tickets in released.items():
-            self._send_credit(owner, 0, 0, tickets)
-
-    def _send_credit(self, sender: Peer, messages: int, size: int, released: Sequence[int]) -> None:
-        link = self._peers.links.get(sender)
-        if link is not None:  # else the sender is gone, and its account with it
-            # Every time: a source may hear of this stage only after the first message.
-            mapped = sender is not None and self.arenas.is_mapped(sender)
-            credit = Credit(messages, size, tuple(released), mapped)
-            link.send_urgent("", encode(self._header, credit, limits=self.limits))
+        for sender in {*grants, *released}:
+            if (link := self._peers.links.get(sender)) is not None:  # else it is gone, and its account with it
+                tickets = released.get(sender, ()) if sender is not None else ()
+                # Every time: a source may hear of this stage only after the first message.
+                mapped = sender is not None and self.arenas.is_mapped(sender)
+                credit = Credit(*grants.get(sender, (0, 0)), tuple(tickets), mapped)
+                link.send_urgent("", encode(self._header, credit, limits=self.limits))
 
     def _account(self) -> None:
         """Note what waits, and wake the thread for a link that waits for its socket and is not polled yet."""

@@ -33,10 +33,10 @@ from omni_actors.stage.meter import StageMeter
 from omni_actors.stage.outbound import Outbound
 from omni_actors.stage.processors import StreamProcessor
 from omni_actors.telemetry import metrics as table
-from omni_actors.telemetry.metrics import Kind, Metric, edge_metrics
+from omni_actors.telemetry.metrics import Kind, Metric
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.curve import load_keys
-from omni_actors.transport.link import EdgeMetrics, ReceivedCredit
+from omni_actors.transport.link import ReceivedCredit
 from omni_actors.transport.sockets import Sockets
 
 ENDED_BYTES = len(msgspec.msgpack.encode("ended")) + 3  # the field, which is left out while empty, and its length
@@ -58,7 +58,6 @@ def snapshot(
     engine: StageEngine,
     before: Mapping[Metric, float],
     rejected: Mapping[str, int],
-    edges: Mapping[str, EdgeMetrics],
     held: Mapping[str, int],
     limit: int,
 ) -> Snapshot:
@@ -67,7 +66,6 @@ def snapshot(
     Args:
         before: the `process_values` when the session began; the coordinator adds up sessions.
         rejected: counts of messages that did not decode, by reason.
-        edges: by receiver, such as "talker/0" or "coordinator".
         held: counts of the I/O threads: `arena_bytes`, `dropped_arena_full`.
         limit: maximum bytes of a message's body.
     """
@@ -79,7 +77,6 @@ def snapshot(
     meters.set(table.ARENA_FULL, *labels, to=held.get("dropped_arena_full", 0))
     meters.set_all(table.DROPPED, labels, actor.dropped)
     meters.set_all(table.REJECTED, (*labels, "inbox"), rejected)
-    edge_metrics(meters, "/".join(labels), edges)
     for metric, value in process_values(engine).items():
         meters.set(metric, *labels, to=value - (before.get(metric, 0.0) if metric.kind is Kind.COUNTER else 0.0))
     metrics = meters.snapshot()
@@ -314,9 +311,10 @@ class Session:
                 self._outbound.grant(sender, messages, size)
 
     def _report_metrics(self) -> None:
-        rejected, edges, held = self._inbound.rejected_by_reason(), self._outbound.edges(), self._outbound.counts()
+        self._outbound.measure(self._meter.meters)
+        rejected, held = self._inbound.rejected_by_reason(), self._outbound.counts()
         limit = self._pipeline.limits.body_bytes
-        self._inbound.tell(snapshot(self._meter, self._actor, self._engine, self._before, rejected, edges, held, limit))
+        self._inbound.tell(snapshot(self._meter, self._actor, self._engine, self._before, rejected, held, limit))
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subjec
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import HTTP_METRICS, TABLE, Kind, Labels, Meters, Metric, edge_metrics
 from omni_actors.telemetry.request_log import RequestLog
-from omni_actors.transport.link import EdgeMetrics
+from omni_actors.transport.link import PeerLinks
 
 if TYPE_CHECKING:
     from omni_actors.coordinator.core.requests import RequestMachine
@@ -106,14 +106,14 @@ class TelemetryCollector:
     def gather(
         self,
         requests: RequestMachine,
-        edges: Mapping[str, EdgeMetrics],
+        links: PeerLinks,
         rejected: Mapping[str, Mapping[str, int]],
         dropped: Mapping[str, int],
     ) -> Meters:
         """All values of the whole pipeline, as of the stages' last snapshots.
 
         Args:
-            edges: the coordinator's own, by receiver.
+            links: the coordinator's own.
             rejected: counts of messages that did not decode, by channel and reason.
             dropped: counts of other messages of no use, by reason.
         """
@@ -135,7 +135,7 @@ class TelemetryCollector:
             own.set(table.REJECTED, *table.COORDINATOR, channel, "wrong_snapshot", to=count)
         own.set_all(table.DROPPED, table.COORDINATOR, dropped)
         own.set_all(table.ROUTED, (), requests.planner.router.chosen)
-        edge_metrics(own, table.COORDINATOR[0], edges)
+        edge_metrics(own, table.COORDINATOR[0], links)
         own.set(table.RESIDENT, *table.COORDINATOR, to=psutil.Process().memory_info().rss)
         own.set(table.CPU_SECONDS, *table.COORDINATOR, to=time.process_time())
         everything = Meters()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
-from omni_actors.transport.link import EdgeMetrics
+from omni_actors.transport.link import PeerLinks, name_of
 
 Labels = tuple[str, ...]
 
@@ -92,19 +92,21 @@ class Meters:
             into.total += histogram.total
 
 
-def edge_metrics(meters: Meters, source: str, edges: Mapping[str, EdgeMetrics]) -> None:
+def edge_metrics(meters: Meters, source: str, peers: PeerLinks) -> None:
     """Set the sender's metrics of its edges. An edge that is gone keeps its counters and loses its gauges."""
+    for target, traffic in peers.traffic.items():
+        meters.set(EDGE_MESSAGES, source, target, to=traffic.messages)
+        meters.set(EDGE_BYTES, source, target, to=traffic.bytes)
+        meters.set(EDGE_SHARED, source, target, to=traffic.shared_bytes)
     for gauge in (EDGE_OUT, EDGE_OUT_BYTES, EDGE_CREDIT, EDGE_WAITING):
         meters.forget(gauge)
-    for target, edge in edges.items():
-        meters.set(EDGE_MESSAGES, source, target, to=edge.messages)
-        meters.set(EDGE_BYTES, source, target, to=edge.bytes)
-        meters.set(EDGE_SHARED, source, target, to=edge.shared_bytes)
-        if edge.open:
-            meters.set(EDGE_OUT, source, target, to=edge.messages_out)
-            meters.set(EDGE_OUT_BYTES, source, target, to=edge.bytes_out)
-            meters.set(EDGE_CREDIT, source, target, to=edge.credit)
-            meters.set(EDGE_WAITING, source, target, to=edge.waiting)
+    for peer, link in peers.links.items():
+        if (window := link.window) is not None:
+            labels = source, name_of(peer)
+            meters.set(EDGE_OUT, *labels, to=window.messages_out)
+            meters.set(EDGE_OUT_BYTES, *labels, to=window.bytes_out)
+            meters.set(EDGE_CREDIT, *labels, to=window.credit)
+            meters.set(EDGE_WAITING, *labels, to=link.backlog)
 
 
 class Kind(enum.StrEnum):

@@ -35,29 +35,12 @@ def wire_size(frames: Sequence[Frame]) -> int:
     return sum(len(frame) if isinstance(frame, bytes) else memoryview(frame).nbytes for frame in frames)
 
 
-class EdgeMetrics(NamedTuple):
-    """The sender's side of an edge. The first three are totals (see `Traffic`); the rest is the state now."""
-
-    messages: int
-    bytes: int
-    shared_bytes: int
-    open: bool = False  # there is a link; without one the rest is zero
-    messages_out: int = 0  # sent, without credit for them yet
-    bytes_out: int = 0
-    credit: int = 0  # messages that may be sent without more credit
-    waiting: int = 0  # messages
-
-
 class Traffic(Struct):
     """Totals of one receiver since the process began, over all links to it. Other threads may read them."""
 
     messages: int = 0
     bytes: int = 0  # of all frames
     shared_bytes: int = 0  # of blocks in shared memory
-
-    def metrics(self) -> EdgeMetrics:
-        """Return the metrics of an edge without a link."""
-        return EdgeMetrics(self.messages, self.bytes, self.shared_bytes)
 
 
 class Window(Struct):
@@ -72,6 +55,11 @@ class Window(Struct):
         """Whether a message of `size` bytes may be sent now. When nothing else is out, any size may."""
         fits = self.messages_out < self.messages and self.bytes_out + size <= self.size
         return fits or not self.messages_out
+
+    @property
+    def credit(self) -> int:
+        """Messages that may be sent without more credit."""
+        return max(0, self.messages - self.messages_out)
 
     @property
     def exhausted(self) -> bool:
@@ -244,13 +232,6 @@ class Link:
         self.backlog_bytes = 0
         return lost
 
-    def metrics(self) -> EdgeMetrics:
-        """Return the edge's metrics. Thread-safe."""
-        totals = self.traffic.metrics()
-        window = self.window or Window(0, 0)
-        state = window.messages_out, window.bytes_out, max(0, window.messages - window.messages_out), self.backlog
-        return EdgeMetrics(totals.messages, totals.bytes, totals.shared_bytes, True, *state)
-
     def close(self) -> None:
         """Close the socket. What waits in the link is lost."""
         self.socket.close()
@@ -347,9 +328,3 @@ class PeerLinks:
         for peer in found:
             self._stop_watching(peer)
         return found
-
-    def metrics(self) -> dict[str, EdgeMetrics]:
-        """What has left and what waits, by receiver."""
-        closed = {name: traffic.metrics() for name, traffic in self.traffic.items()}
-        open_now = {name_of(peer): link.metrics() for peer, link in self.links.items() if link.window is not None}
-        return closed | open_now

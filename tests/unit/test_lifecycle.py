@@ -347,7 +347,7 @@ def piece_of(chunk: Chunk, buffers: list[Any]) -> InputPiece:
 
 def test_tensors_scalars_and_lists_pass_from_stage_to_stage() -> None:
     event = StreamEvent("r1", tensors={"table": TABLE}, scalars={"n": 1}, lists={"names": ["a", 2]}, final=True)
-    piece = piece_of(*chunk_of(event, 0.0))
+    piece = piece_of(*chunk_of(event))
     assert piece == InputPiece([], {"table": TABLE}, {"n": 1}, final=True, lists={"names": ["a", 2]})
     (start,) = Passthrough(0, ("before",)).feed("before", piece)
     assert start.inputs.tensors == {"table": TABLE}

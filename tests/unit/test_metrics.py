@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from omni_actors.config import FlowConfig
 from omni_actors.protocol.codec import encode
 from omni_actors.protocol.fields import Header, Limits, ReplicaId
 from omni_actors.protocol.messages import HistogramSample, Sample, Snapshot
@@ -31,7 +32,8 @@ from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import CONNECTIONS, MetricsEndpoint, render
 from omni_actors.telemetry.metrics import TABLE, Kind, Meters, edge_metrics
 from omni_actors.telemetry.request_log import KEPT, Playback, RequestLog
-from omni_actors.transport.link import EdgeMetrics, Traffic
+from omni_actors.transport.link import PeerLinks, Traffic, Window
+from omni_actors.transport.sockets import Sockets
 from tests.support.builders import pipeline, submit
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
@@ -91,7 +93,7 @@ def snapshot(tokens: float = 0, steps: tuple[int, ...] | None = None, held: floa
 
 def values_of(collector: TelemetryCollector) -> dict[Any, float]:
     """What a collector has gathered, without the coordinator's own metrics."""
-    return collector.gather(ready(), {}, {}, {}).values
+    return collector.gather(ready(), unlinked(), {}, {}).values
 
 
 TOKENS, HELD = (table.OUTPUT_TOKENS.name, LABELS), (table.STAGE_HELD.name, LABELS)
@@ -110,7 +112,7 @@ def test_counters_go_on_after_a_restart_and_gauges_do_not() -> None:
         assert HELD not in values_of(collector)
     collector.take_snapshot("talker", 0, snapshot(1, steps, held=1))
     assert (values_of(collector)[TOKENS], values_of(collector)[HELD]) == (8, 1)
-    gathered = collector.gather(ready(), {}, {}, {})
+    gathered = collector.gather(ready(), unlinked(), {}, {})
     assert gathered.histograms[(table.STEP_SECONDS.name, LABELS)].counts[0] == 4
 
 
@@ -155,7 +157,7 @@ def test_the_coordinators_own_metrics_are_those_of_requests_and_replicas() -> No
         ask(state, name)
     lose(state, "code2wav")
     bring_back(state, "code2wav")
-    value = TelemetryCollector().gather(state, {}, {"client": {"magic": 6}}, {"late": 7}).values
+    value = TelemetryCollector().gather(state, unlinked(), {"client": {"magic": 6}}, {"late": 7}).values
     assert value[(table.REJECTED.name, (*table.COORDINATOR, "client", "magic"))] == 6
     assert value[(table.DROPPED.name, (*table.COORDINATOR, "late"))] == 7
     assert value[(table.ROUTED.name, ("load",))] == 5
@@ -187,12 +189,14 @@ def test_rendered_text_is_what_prometheus_reads() -> None:
 
 
 def test_edges_that_are_gone_keep_their_counts_only() -> None:
-    traffic = Traffic()
-    traffic.messages, traffic.bytes, traffic.shared_bytes = 3, 300, 4000
-    meters = Meters()
-    edge_metrics(meters, "a/0", {"b/0": traffic.metrics()._replace(open=True, messages_out=1, credit=9, waiting=2)})
+    meters, peers, peer = Meters(), unlinked(), ReplicaId("b", 0, 5)
+    peers.traffic["b/0"] = Traffic(3, 300, 4000)
+    peers.open(peer, "inproc://nobody").window = Window(10, 1000, messages_out=1)
+    edge_metrics(meters, "a/0", peers)
     assert meters.values[(table.EDGE_CREDIT.name, ("a/0", "b/0"))] == 9
-    edge_metrics(meters, "a/0", {"b/0": EdgeMetrics(4, 400, 4000)})
+    peers.close(peer)
+    peers.traffic["b/0"] = Traffic(4, 400, 4000)
+    edge_metrics(meters, "a/0", peers)
     assert meters.values == {
         (table.EDGE_MESSAGES.name, ("a/0", "b/0")): 4,
         (table.EDGE_BYTES.name, ("a/0", "b/0")): 400,
@@ -200,12 +204,17 @@ def test_edges_that_are_gone_keep_their_counts_only() -> None:
     }
 
 
+def unlinked() -> PeerLinks:
+    """Links to nobody yet."""
+    return PeerLinks(Sockets(), FlowConfig())
+
+
 def next_snapshot(meter: StageMeter, limit: int) -> Snapshot:
     """The next snapshot of a stage that counts with `meter`."""
     engine = EchoEngine(pipeline().stage("talker"))
     config = pipeline()
     actor = StageActor(config, config.stage("talker"), ReplicaId("talker", 0, 5), engine, None, Clock(1000.0), meter)
-    return stage_snapshot.snapshot(meter, actor, engine, process_values(engine), {}, {}, {}, limit)
+    return stage_snapshot.snapshot(meter, actor, engine, process_values(engine), {}, {}, limit)
 
 
 def end_many(meter: StageMeter, count: int) -> list[str]:

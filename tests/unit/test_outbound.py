@@ -18,6 +18,8 @@ from omni_actors.protocol.fields import DType, Header, HostTensor, Limits, Repli
 from omni_actors.protocol.messages import Chunk, Credit, FromStage, IntoStage, Peer, Peers, TextDelta
 from omni_actors.stage.inbound import Event, Rejected, Undelivered
 from omni_actors.stage.outbound import Outbound, Outgoing
+from omni_actors.telemetry import metrics as table
+from omni_actors.telemetry.metrics import Meters, Metric
 from omni_actors.transport.arena import Arena, ArenaReader
 from omni_actors.transport.sockets import Sockets, drain
 from tests.support.waiting import PATIENCE, until
@@ -73,6 +75,11 @@ class Harness:
 
         until(enough)
         return self.got[replica_id]
+
+    def measured(self, metric: Metric) -> dict[str, float]:
+        """A metric of all edges, by receiver."""
+        self.outbound.measure(meters := Meters())
+        return {target: value for (name, (_, target)), value in meters.values.items() if name == metric.name}
 
     def close(self) -> None:
         self.outbound.finish()
@@ -134,17 +141,17 @@ def test_fan_out_publishes_once_for_those_that_have_mapped_the_arena(start: Star
     assert harness.outbound.counts()["arena_blocks"] == 1
     harness.outbound.granted(OTHER, Credit(released=(ticket,)))
     until(lambda: harness.outbound.counts()["arena_blocks"] == 0)
-    edges = harness.outbound.edges()
-    assert set(edges) == {"coordinator", "talker/0", f"{OTHER.stage}/{OTHER.replica}"}
-    to_talker, to_other = edges["talker/0"], edges[f"{OTHER.stage}/{OTHER.replica}"]
-    assert to_talker.messages == 2
-    assert to_talker.shared_bytes == len(LARGE), "the first one went through the socket"
-    assert len(LARGE) < to_talker.bytes < len(LARGE) + 1000
-    assert to_other.messages == 1
-    assert to_other.shared_bytes == len(LARGE)
-    assert to_other.messages_out == 1
-    assert 0 < to_other.bytes < 500
-    assert to_other.credit == FlowConfig().edge_messages - 1
+    assert set(harness.measured(table.EDGE_CREDIT)) == {"coordinator", "talker/0", OTHER.name}
+    messages = harness.measured(table.EDGE_MESSAGES)
+    assert (messages["talker/0"], messages[OTHER.name]) == (2, 1)
+    shared = harness.measured(table.EDGE_SHARED)
+    assert shared["talker/0"] == len(LARGE), "the first one went through the socket"
+    assert shared[OTHER.name] == len(LARGE)
+    sent = harness.measured(table.EDGE_BYTES)
+    assert len(LARGE) < sent["talker/0"] < len(LARGE) + 1000
+    assert 0 < sent[OTHER.name] < 500
+    assert harness.measured(table.EDGE_OUT)[OTHER.name] == 1
+    assert harness.measured(table.EDGE_CREDIT)[OTHER.name] == FlowConfig().edge_messages - 1
 
 
 def test_no_credit_no_message_and_the_stage_is_held_up(start: Start) -> None:
@@ -241,11 +248,11 @@ def test_restarted_peer_is_another_one(start: Start) -> None:
     assert isinstance(lost.error, StageLost)
     assert lost.request_id == "old"
     assert lost.receiver == TALKER
-    until(lambda: harness.outbound.edges()["talker/0"].messages == 2)  # to both lives
-    assert harness.outbound.edges()["talker/0"].shared_bytes == len(LARGE)
+    until(lambda: harness.measured(table.EDGE_MESSAGES)["talker/0"] == 2)  # to both lives
+    assert harness.measured(table.EDGE_SHARED)["talker/0"] == len(LARGE)
     harness.peers()
-    until(lambda: not harness.outbound.edges()["talker/0"].open)
-    assert harness.outbound.edges()["talker/0"].messages == 2
+    until(lambda: "talker/0" not in harness.measured(table.EDGE_CREDIT))
+    assert harness.measured(table.EDGE_MESSAGES)["talker/0"] == 2
 
 
 def test_peer_that_never_comes_ends_its_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
