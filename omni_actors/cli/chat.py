@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from omni_actors import flags
 from omni_actors.cli.connection import add_connection, connection, run
 from omni_actors.client import Audio, OmniClient, SyncRequestStream, Text
+from omni_actors.client.streams import CollectedItems
 from omni_actors.errors import Aborted, InvalidRequest, OmniError, UnknownVoice, suggest
 from omni_actors.host.run_directory import check_readable, expanded
 from omni_actors.launcher.one_request import save
@@ -161,8 +162,7 @@ class Chat:
         self._system = [{"role": "system", "content": options.system}] if options.system else []
         self._said: list[dict[str, Any]] = []
         self._attached: list[dict[str, Any]] = []  # goes with the next message
-        self._pieces: list[NDArray[numpy.float32]] = []
-        self._rate = 0
+        self._heard: tuple[NDArray[numpy.float32] | None, int] = None, 0  # the sound of the last answer, and its rate
         if options.voice:
             self._choose(options.voice)
         if sys.stdin.isatty():
@@ -193,9 +193,9 @@ class Chat:
                 now = (self._voice or "the pipeline's own") if self._speaks else OFF
                 say("answers are text only" if name == OFF else f"voice: {now} (there are {', '.join(self._voices)})")
             case ("/save", name):
-                if not self._pieces:
+                if self._heard[0] is None:
                     raise InvalidRequest("The last answer had no sound.", hint="Choose a /voice, then ask again.")
-                save(expanded(name, "/save"), self._pieces, self._rate)
+                save(expanded(name, "/save"), *self._heard)
             case ("/new", _):
                 self._said.clear()
                 self._attached.clear()
@@ -227,8 +227,7 @@ class Chat:
         parts = [*self._attached, *([{"type": "text", "text": text}] if text else [])]
         question = {"role": "user", "content": parts if self._attached else text}
         wanted = (TEXT, AUDIO) if self._speaks else (TEXT,)
-        self._pieces = []
-        words: list[str] = []
+        collected = CollectedItems("")
         stream: SyncRequestStream | None = None
         try:
             stream = self._client.submit(
@@ -239,14 +238,11 @@ class Chat:
                 timeout=self._options.timeout,
             )
             for item in stream:
+                collected.add(item)
                 if isinstance(item, Text):
-                    words.append(item.text)
                     print(item.text, end="", flush=True)
-                elif isinstance(item, Audio):
-                    self._pieces.append(item.samples)
-                    self._rate = item.sample_rate
-                    if self._speaker is not None:
-                        self._speaker.play(item.samples, item.sample_rate)
+                elif isinstance(item, Audio) and self._speaker is not None:
+                    self._speaker.play(item.samples, item.sample_rate)
             print()
         except (KeyboardInterrupt, Aborted):
             if stream is not None:  # else the client has taken its message back
@@ -258,6 +254,8 @@ class Chat:
         except OmniError:
             print()
             raise
+        finally:
+            answer = collected.joined()
+            self._heard = answer.audio, answer.sample_rate
         self._attached.clear()
-        answer = "".join(words)
-        self._said += [question, *([{"role": "assistant", "content": answer}] if answer else [])]
+        self._said += [question, *([{"role": "assistant", "content": answer.text}] if answer.text else [])]

@@ -61,7 +61,7 @@ def say_text(options: argparse.Namespace) -> None:
         if in_parts:
             threading.Thread(target=_read_on, args=(stream,), daemon=True).start()
         output = stream.result()
-    save(options.save.expanduser(), [] if output.audio is None else [output.audio], output.sample_rate)
+    save(options.save.expanduser(), output.audio, output.sample_rate)
 
 
 def _read_on(stream: SyncRequestStream) -> None:

@@ -73,20 +73,18 @@ class StageLinks:
         replica_id = message.replica_id
         header = Header("", request_id=message.request_id, attempt=message.attempt, deadline=message.deadline)
         link = self.peers.links.get(replica_id)
-        try:
-            frames = encode(header, message.body, message.buffers, self.state.pipeline.limits)
-        except OmniError as error:  # slightly larger than what the client sent, and so over the limit
-            self._fail_later(header.request_id, replica_id, error, header.attempt)
-            return
-        if link is None:
-            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
-            return
-        if isinstance(message.body, Abort):  # must not wait, and what it overtakes is no longer wanted
-            link.forget(header.request_id)
-            link.send_urgent(header.request_id, frames)
-        elif not link.send(header.request_id, frames):
-            self._fail_later(header.request_id, replica_id, _takes_no_messages(replica_id), header.attempt)
         self._used.add(replica_id)
+        try:  # slightly larger than what the client sent, it may be over the limit
+            frames = encode(header, message.body, message.buffers, self.state.pipeline.limits)
+            if link is not None and isinstance(
+                message.body, Abort
+            ):  # must not wait, and what it overtakes is not wanted
+                link.forget(header.request_id)
+                link.send_urgent(header.request_id, frames)
+            elif link is None or not link.send(header.request_id, frames):
+                raise _takes_no_messages(replica_id)
+        except OmniError as error:
+            self._fail_later(header.request_id, replica_id, error, header.attempt)
 
     def tick(self) -> None:
         """Send what waits; give up on what a replica has not taken for too long."""

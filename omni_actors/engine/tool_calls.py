@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import msgspec
 from pydantic import ValidationError
@@ -49,13 +49,6 @@ def _form_of(request: ChatCompletionRequest) -> StructuredOutputs | None:
     return StructuredOutputs(
         json=found.json if isinstance(found.json, str) else msgspec.json.encode(found.json).decode()
     )
-
-
-class Read(NamedTuple):
-    """What a piece of an answer holds."""
-
-    text: str
-    calls: tuple[ToolCallPiece, ...]
 
 
 class ToolCallReader:
@@ -109,8 +102,8 @@ class ToolCallReader:
         """Whether special tokens are left out of the text that the parser reads."""
         return bool(self._request.skip_special_tokens)
 
-    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> Read:
-        """Take the next piece of the answer. Raises `EngineError` if vLLM's parser fails on it."""
+    def read(self, text: str, token_ids: Sequence[int], finished: bool) -> tuple[str, tuple[ToolCallPiece, ...]]:
+        """Take the next piece of the answer; return its text and calls. Raises `EngineError` if vLLM's parser fails."""
         try:
             delta = self._parser.parse_delta(
                 text, list(token_ids), self._request, prompt_token_ids=self._prompt, finished=finished
@@ -120,7 +113,7 @@ class ToolCallReader:
         content = (delta.content if delta is not None else None) or ""
         calls = tuple(self._piece(call) for call in (delta.tool_calls if delta is not None else None) or ())
         self._count(text, token_ids, content, bool(calls), finished)
-        return Read(content, calls if self._parallel else tuple(call for call in calls if call.index == 0))
+        return content, calls if self._parallel else tuple(call for call in calls if call.index == 0)
 
     def _piece(self, call: Any) -> ToolCallPiece:
         name = (call.function.name if call.function is not None else None) or ""

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -67,17 +68,10 @@ class HttpChild:
         self._restarting = asyncio.create_task(self._restart(self._process), name="http process")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
+        with self._log_file.open("ab") as log:  # in a folder that is closed to others
             return await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[self._listener.fileno()],
+                *self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[self._listener.fileno()]
             )
-        finally:
-            os.close(log)
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         clock = asyncio.get_running_loop().time
@@ -114,10 +108,8 @@ class HttpChild:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.terminate()
-            try:
-                async with asyncio.timeout(seconds):
-                    await process.wait()
-            except TimeoutError:
+            await at_most(seconds, process.wait())
+            if process.returncode is None:
                 logger.warning("the HTTP server did not stop within %g s; killing it", seconds)
                 process.kill()
                 await process.wait()

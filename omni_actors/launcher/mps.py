@@ -20,7 +20,7 @@ import psutil
 from omni_actors.config import PipelineConfig, host_devices, replica_devices, visible_devices
 from omni_actors.config.placement import shared_devices
 from omni_actors.envs import MPS_SHARE
-from omni_actors.host.processes import describe_exit
+from omni_actors.host.processes import at_most, describe_exit
 from omni_actors.host.run_directory import MPS_PREFIX, RunDirectory
 from omni_actors.logs import get_logger
 
@@ -144,12 +144,11 @@ class MpsChild:
             self._watching.cancel()
         if self._guardian is not None and self._guardian.stdin is not None:
             self._guardian.stdin.close()
-            try:
-                async with asyncio.timeout(END_SECONDS):
-                    await self._guardian.wait()
-            except TimeoutError:
+            await at_most(END_SECONDS, self._guardian.wait())
+            if self._guardian.returncode is None:
                 logger.error("the MPS daemon did not end within %g s; killing its guardian", END_SECONDS)
                 self._guardian.kill()
+                await self._guardian.wait()
             if self._guardian.returncode:  # it was killed, and servers outlive their daemon
                 await asyncio.to_thread(_sweep, self.clients.pipes)
 

@@ -10,7 +10,8 @@ import numpy
 import soundfile
 from numpy.typing import NDArray
 
-from omni_actors.client import AsyncOmniClient, Audio, Image, Latents, Progress, Text, Video, WordTimes
+from omni_actors.client import AsyncOmniClient, Progress, Text
+from omni_actors.client.streams import CollectedItems
 from omni_actors.errors import StartupError
 from omni_actors.host.processes import EXIT_OK
 from omni_actors.http_server.images import ImageFormat, encoded_image
@@ -21,9 +22,6 @@ IMAGE_SUFFIXES: dict[str, ImageFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg"
 
 async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -> int:
     """Send one request and write its answer; returns the exit code. Raises what the request failed with."""
-    pieces: list[NDArray[numpy.float32]] = []
-    rate = 0
-    pictures: list[NDArray[numpy.uint8]] = []
     async with AsyncOmniClient(endpoint, keys=keys) as client:
         stream = await client.submit(
             options.prompt,
@@ -34,39 +32,32 @@ async def answer(endpoint: str, keys: str | None, options: argparse.Namespace) -
             images=[path.expanduser() for path in options.image],
             timeout=options.timeout,
         )
-        async for event in stream:
-            match event:
-                case Text():
-                    print(event.text, end="", flush=True)
-                case Audio():
-                    pieces.append(event.samples)
-                    rate = event.sample_rate
-                case Image(preview=False):
-                    pictures.append(event.pixels)
-                case Progress():
-                    redraw(f"step {event.step} of {event.steps}")
-                case Image() | Video() | Latents() | WordTimes():
-                    pass
+        collected = CollectedItems(stream.request_id)
+        async for item in stream:
+            collected.add(item)
+            if isinstance(item, Text):
+                print(item.text, end="", flush=True)
+            elif isinstance(item, Progress):
+                redraw(f"step {item.step} of {item.steps}")
     redraw("")
     print(flush=True)
+    output = collected.joined()
     if options.save_audio is not None:
-        save(options.save_audio.expanduser(), pieces, rate)
+        save(options.save_audio.expanduser(), output.audio, output.sample_rate)
     if options.save_image is not None:
-        save_picture(options.save_image.expanduser(), pictures)
+        save_picture(options.save_image.expanduser(), output.images)
     return EXIT_OK
 
 
-def save(path: Path, pieces: Sequence[NDArray[numpy.float32]], rate: int) -> None:
+def save(path: Path, samples: NDArray[numpy.float32] | None, rate: int) -> None:
     """Write sound to a WAV file. Raises `StartupError` if there is none or it cannot be written."""
-    if not pieces:
+    if samples is None:
         raise StartupError("The answer has no audio to save.", hint="Add --modalities text,audio.")
     try:
-        with soundfile.SoundFile(path, "w", rate, 1, format="WAV", subtype="PCM_16") as file:
-            for piece in pieces:
-                file.write(piece)
+        soundfile.write(path, samples, rate, subtype="PCM_16", format="WAV")
     except (OSError, soundfile.SoundFileError) as error:  # a full disk, for instance
         raise StartupError(f"Cannot write {path}: {error}.", hint="The answer's text is above.") from error
-    say(f"wrote {sum(map(len, pieces)) / rate:.2f} s of audio to {path}")
+    say(f"wrote {len(samples) / rate:.2f} s of audio to {path}")
 
 
 def save_picture(path: Path, pictures: Sequence[NDArray[numpy.uint8]]) -> None:
