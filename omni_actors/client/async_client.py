@@ -41,7 +41,6 @@ from omni_actors.protocol.messages import (
     Report,
     RequestTimeline,
     Snapshot,
-    Subject,
     Submit,
 )
 from omni_actors.protocol.payloads import StageParams, text_prompt
@@ -378,7 +377,7 @@ class AsyncOmniClient:
 
     async def metrics(self, timeout: float = ANSWER_SECONDS) -> str:
         """Return all metrics of the pipeline as Prometheus text. Raises `RequestTimeout` if no answer comes."""
-        return (await self._ask(Observe(subject=Subject.METRICS), Observation, timeout)).text
+        return (await self._ask(Observe(subject="metrics"), Observation, timeout)).text
 
     def report(self, metrics: Snapshot) -> None:
         """Send this process's own metrics, which the pipeline's then include: what an HTTP server counts, in all.
@@ -395,12 +394,12 @@ class AsyncOmniClient:
             InvalidRequest: the request is unknown or too old.
             RequestTimeout: no answer comes.
         """
-        question = Observe(subject=Subject.TIMELINE, request_id=request_id)
+        question = Observe(subject="timeline", request_id=request_id)
         return (await self._ask(question, Observation, timeout)).timelines[0]
 
     async def recent(self, count: int = 20, timeout: float = ANSWER_SECONDS) -> tuple[RequestTimeline, ...]:
         """Return the timelines of the requests that ended last (at most 200), the newest first."""
-        return (await self._ask(Observe(subject=Subject.RECENT, count=count), Observation, timeout)).timelines
+        return (await self._ask(Observe(subject="recent", count=count), Observation, timeout)).timelines
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

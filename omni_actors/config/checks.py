@@ -19,9 +19,7 @@ from omni_actors.config.schema import (
     ClusterConfig,
     CoordinatorConfig,
     DecodeConfig,
-    Executor,
     HttpConfig,
-    OtlpProtocol,
     PipelineConfig,
     StageConfig,
     StageKind,
@@ -64,7 +62,7 @@ def check_pipeline(pipeline: PipelineConfig, devices: int) -> None:
                 what = "a stage without text" if name in TEXT_PARAMS else f"a stage of kind {stage.kind}"
                 raise ConfigError(f"{where}.sampling.{name} does not apply to {what}.{suggest(name, stage.params)}")
         _check_engine_class(stage, f"{where}.engine_class")
-        if stage.executor is Executor.RAY:
+        if stage.executor == "ray":
             _check_ray(stage, where)
         if stage.decode is not None:
             _check_decode(stage.kind, stage.decode, f"{where}.decode")
@@ -156,7 +154,7 @@ def _check_exposure(coordinator: CoordinatorConfig, cluster: ClusterConfig) -> N
 
 
 def _check_collector(coordinator: CoordinatorConfig) -> None:
-    endpoint, grpc = coordinator.otlp_endpoint, coordinator.otlp_protocol is OtlpProtocol.GRPC
+    endpoint, grpc = coordinator.otlp_endpoint, coordinator.otlp_protocol == "grpc"
     if endpoint is None or _OTLP.fullmatch(endpoint) or (grpc and _OTLP_GRPC.fullmatch(endpoint)):
         return
     raise ConfigError(

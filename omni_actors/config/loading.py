@@ -25,7 +25,7 @@ from omni_actors import envs
 from omni_actors.config import yaml_reader
 from omni_actors.config.checks import check_pipeline, device_name
 from omni_actors.config.placement import devices_by_replica, gpus_of_replica, host_devices, memory_plan, shared_devices
-from omni_actors.config.schema import Executor, PipelineConfig, StageConfig
+from omni_actors.config.schema import PipelineConfig, StageConfig
 from omni_actors.config.yaml_reader import Document, Place
 from omni_actors.errors import ConfigError, suggest
 from omni_actors.host.run_directory import expanded
@@ -51,7 +51,7 @@ def describe(loaded: LoadedConfig, devices: int | None = None) -> str:
     for stage in pipeline.stages:
         taken = set(itertools.chain.from_iterable(devices_by_replica(stage, devices)))
         where = ", ".join(f"GPU {device}" for device in sorted(taken)) or "CPU"
-        if stage.executor is Executor.RAY:
+        if stage.executor == "ray":
             where = f"{gpus_of_replica(stage)} x GPU of the Ray cluster, each with its process on a CPU"
         if pipeline.cluster.nnodes > 1:
             where += f" of node {', '.join(str(rank) for rank in stage.nodes)}"

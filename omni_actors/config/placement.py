@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omni_actors.config.checkpoint import MODEL_KINDS
-from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, Executor, PipelineConfig, StageConfig, StageKind
+from omni_actors.config.schema import DEFAULT_GPU_MEMORY_UTILIZATION, PipelineConfig, StageConfig, StageKind
 from omni_actors.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
@@ -100,7 +100,7 @@ def stage_devices(stage: StageConfig, devices: int) -> list[int]:
 
     Those of `executor: ray` are Ray's to choose, on any host.
     """
-    if stage.executor is Executor.RAY:
+    if stage.executor == "ray":
         return []
     if stage.devices is not None:
         return stage.devices
@@ -199,5 +199,5 @@ def threads_of(stage: StageConfig, placed: bool, replicas: int, cores: int) -> i
     """
     if stage.kind not in MODEL_KINDS:
         return 0
-    is_light = placed or stage.executor is Executor.RAY or stage.kind is StageKind.PROMPT
+    is_light = placed or stage.executor == "ray" or stage.kind is StageKind.PROMPT
     return 1 if is_light else max(1, cores // replicas)

@@ -38,6 +38,9 @@ Host = Annotated[
     str, Meta(max_length=253), Meta(pattern=r"^[A-Za-z0-9_.:-]+\Z", description="letters, digits and `._:-`")
 ]
 
+Executor = Literal["host", "ray"]
+OtlpProtocol = Literal["http/protobuf", "grpc"]  # in OpenTelemetry's terms
+
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9  # vLLM's own default
 BUILT_IN_IMPORT_PREFIXES = ("omni_actors.",)
 SOUND_PROCESSOR = "sound2words"  # takes the sound of a prompt stage, and a text of another one
@@ -80,27 +83,6 @@ class Modality(enum.StrEnum):
     VIDEO = "video"
     LATENTS = "latents"
     WORDS = "words"  # of what is said, with times
-
-
-class OtlpProtocol(enum.StrEnum):
-    """How spans travel to an OpenTelemetry collector, in OpenTelemetry's terms."""
-
-    HTTP = "http/protobuf"
-    GRPC = "grpc"
-
-
-class LossPolicy(enum.StrEnum):
-    """What happens to the requests that a lost replica held."""
-
-    REPLAY = "replay"  # they run again, on another replica or on the restarted one
-    FAIL = "fail"  # they fail with `stage_lost`
-
-
-class Executor(enum.StrEnum):
-    """Where the workers of a stage with a model run."""
-
-    HOST = "host"  # in the stage's process or, if there are several, in one process per GPU of its host
-    RAY = "ray"  # in actors on GPUs of a Ray cluster
 
 
 class HttpConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -272,7 +254,8 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
             killed and counts as lost; at least twice `coordinator.heartbeat_interval`.
         retain_bytes: bytes of sent output that each replica keeps, so that a stage after it can restart a request; one
             that does not fit restarts further upstream.
-        on_replica_loss: what happens to the requests that a lost replica held.
+        on_replica_loss: what happens to the requests that a lost replica held: with `replay` they run again, on another
+            replica or on the restarted one, with `fail` they fail with `stage_lost`.
         decode: how the stage decodes, for diffusion stages only.
         environment: variables that the stage's process sets before it touches a device, such as OMP_NUM_THREADS.
         multiprocessors: the most multiprocessors of a GPU on which an autoregressive stage computes, rounded down to an
@@ -292,7 +275,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     spares: Annotated[int, Meta(ge=0, le=1024)] = 0
     node: Rank | Annotated[list[Rank], Meta(min_length=1, max_length=1024)] | None = None
     devices: Annotated[list[Annotated[int, Meta(ge=0, le=1023)]], Meta(max_length=1024)] | None = None
-    executor: Executor = Executor.HOST
+    executor: Executor = "host"
     startup_timeout: Seconds | None = None
     budget_bytes: Annotated[int, Meta(ge=1, le=LARGEST)] = 2 << 30
     row_cache_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 1 << 30
@@ -300,7 +283,7 @@ class StageConfig(Struct, frozen=True, forbid_unknown_fields=True):
     restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 3
     restart_backoff: Seconds = 0.5
     stall_timeout: Seconds = 4.25  # with heartbeat_interval, a stuck replica is noticed within five seconds
-    on_replica_loss: LossPolicy = LossPolicy.REPLAY
+    on_replica_loss: Literal["replay", "fail"] = "replay"
     retain_bytes: Annotated[int, Meta(ge=0, le=LARGEST)] = 256 << 20
     decode: DecodeConfig | None = None
     environment: dict[VariableName, VariableText | int] = {}
@@ -389,7 +372,7 @@ class CoordinatorConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_timeout: Seconds = 86_400.0
     tombstone_ttl: Seconds = 60.0
     otlp_endpoint: Line | None = None
-    otlp_protocol: OtlpProtocol = OtlpProtocol.HTTP
+    otlp_protocol: OtlpProtocol = "http/protobuf"
 
     @property
     def stop_time(self) -> float:

@@ -18,7 +18,7 @@ from omni_actors.host.processes import STEADY
 from omni_actors.logs import get_logger
 from omni_actors.protocol.codec import Decoder, encode
 from omni_actors.protocol.fields import Header
-from omni_actors.protocol.messages import Description, EdgeStatus, Failed, Observation, Observe, Report, Subject
+from omni_actors.protocol.messages import Description, EdgeStatus, Failed, Observation, Observe, Report
 from omni_actors.telemetry.collector import TelemetryCollector
 from omni_actors.telemetry.endpoint import render
 from omni_actors.telemetry.metrics import Meters
@@ -116,7 +116,7 @@ class Reports:
     def observe(self, question: Observe) -> Observation | Failed:
         """Answer with metrics or timelines, or with why that cannot be had."""
         try:
-            if question.subject is Subject.METRICS:
+            if question.subject == "metrics":
                 observation = Observation(text=render(self.gather()))
             else:
                 observation = self.collector.answer(question)

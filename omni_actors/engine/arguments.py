@@ -41,9 +41,9 @@ from omni_actors.stage.engine_interface import StageEngine
 from omni_actors.vllm_version import Platform
 
 
-def executor_backend(workers: int, executor: Executor = Executor.HOST) -> str:
+def executor_backend(workers: int, executor: Executor = "host") -> str:
     """vLLM's `distributed_executor_backend` for this number of workers."""
-    if executor is Executor.RAY:
+    if executor == "ray":
         # vLLM's older executor for Ray cannot schedule ahead, and wants hosts whose addresses differ.
         os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"
         return "ray"
@@ -247,7 +247,7 @@ class OmniEngineArgs:
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool | None = None
     where: str = "engine"
-    executor: Executor = Executor.HOST
+    executor: Executor = "host"
 
     def __post_init__(self) -> None:
         known = {item.name for item in dataclasses.fields(EngineArgs)} - RESERVED - OF_HOSTS

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from omni_actors import envs
-from omni_actors.config import Executor, PipelineConfig, StageConfig, StageKind, host_devices, placement, resolve_class
+from omni_actors.config import PipelineConfig, StageConfig, StageKind, host_devices, placement, resolve_class
 from omni_actors.config.checkpoint import CONFIG_NAME, VLLM_KINDS, checkpoint_class, models_of
 from omni_actors.config.placement import gpus_of_replica
 from omni_actors.errors import ERROR_CLASSES, ConfigError, ErrorCode, OmniError, StartupError, suggest
@@ -179,7 +179,7 @@ def check_room(pipeline: PipelineConfig) -> None:
         StartupError: the cluster is not free enough, or does not answer.
     """
     here = placement.replicas_of(pipeline, pipeline.cluster.node_rank)
-    stages = [stage for name, _ in here if (stage := pipeline.stage(name)).executor is Executor.RAY]
+    stages = [stage for name, _ in here if (stage := pipeline.stage(name)).executor == "ray"]
     if not stages:
         return
     ray_cluster.check_installed()

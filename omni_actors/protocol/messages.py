@@ -7,7 +7,7 @@ was started with (`spawn_epoch`), under which it may register again and again.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -861,18 +861,14 @@ class Report(Body, tag="report", frozen=True):
     requests: tuple[RequestStatus, ...] = ()
 
 
-class Subject(enum.StrEnum):
-    """What a client can ask about."""
-
-    METRICS = "metrics"  # Prometheus text
-    TIMELINE = "timeline"  # of the request `request_id`
-    RECENT = "recent"  # timelines of the last `count` requests that ended, the newest first
-
-
 class Observe(Body, tag="observe", frozen=True):
-    """Client -> coordinator: send metrics or timelines."""
+    """Client -> coordinator: send metrics or timelines.
 
-    subject: Subject
+    `metrics` are Prometheus text, `timeline` is of the request `request_id`, `recent` are the timelines of the last
+    `count` requests that ended, the newest first.
+    """
+
+    subject: Literal["metrics", "timeline", "recent"]
     request_id: Annotated[str, Meta(max_length=128)] = ""
     count: Annotated[int, Meta(ge=1, le=200)] = 20
 

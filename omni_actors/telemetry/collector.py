@@ -14,7 +14,7 @@ from omni_actors.config import PipelineConfig
 from omni_actors.errors import ConfigError, InvalidPayload, InvalidRequest
 from omni_actors.host.processes import AnchoredClock
 from omni_actors.logs import get_logger
-from omni_actors.protocol.messages import Observation, Observe, Snapshot, Subject
+from omni_actors.protocol.messages import Observation, Observe, Snapshot
 from omni_actors.telemetry import metrics as table
 from omni_actors.telemetry.metrics import HTTP_METRICS, TABLE, Kind, Labels, Meters, Metric, edge_metrics
 from omni_actors.telemetry.request_log import RequestLog
@@ -93,7 +93,7 @@ class TelemetryCollector:
 
     def answer(self, question: Observe) -> Observation:
         """Answer a question about requests. Raises `InvalidRequest` for one that is not known, or no longer."""
-        if question.subject is Subject.RECENT:
+        if question.subject == "recent":
             return Observation(timelines=tuple(self.requests.recent(question.count)))
         timeline = self.requests.timeline(question.request_id)
         if timeline is None:

@@ -76,7 +76,7 @@ class OtlpExporter:
             ImportError: the exporter for this protocol is not installed.
         """
         exporter: SpanExporter
-        if protocol is OtlpProtocol.GRPC:
+        if protocol == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
             exporter = GrpcExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))

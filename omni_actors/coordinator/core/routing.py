@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import msgspec
 
-from omni_actors.config import LossPolicy, Modality, PipelineConfig, StageConfig, StageKind
+from omni_actors.config import Modality, PipelineConfig, StageConfig, StageKind
 from omni_actors.coordinator.core.replicas import Replica, ReplicaTable
 from omni_actors.coordinator.core.request import ActiveRequest
 from omni_actors.coordinator.core.suspects import IsolationRuns
@@ -219,7 +219,7 @@ class Planner:
 
     def replays(self, stage: str) -> bool:
         """Whether work that a stage loses runs again, as configured."""
-        return self._policies[stage] is LossPolicy.REPLAY
+        return self._policies[stage] == "replay"
 
     def may_wait_for(self, stage: str) -> bool:
         """Whether new requests may wait for a stage without a ready replica."""
