@@ -76,10 +76,8 @@ class StageLinks:
         self._used.add(replica_id)
         try:  # slightly larger than what the client sent, it may be over the limit
             frames = encode(header, message.body, message.buffers, self.state.pipeline.limits)
-            if link is not None and isinstance(
-                message.body, Abort
-            ):  # must not wait, and what it overtakes is not wanted
-                link.forget(header.request_id)
+            if link is not None and isinstance(message.body, Abort):
+                link.forget(header.request_id)  # an abort must not wait, and what it overtakes is not wanted
                 link.send_urgent(header.request_id, frames)
             elif link is None or not link.send(header.request_id, frames):
                 raise _takes_no_messages(replica_id)

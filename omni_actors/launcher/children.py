@@ -68,10 +68,13 @@ class HttpChild:
         self._restarting = asyncio.create_task(self._restart(self._process), name="http process")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        with self._log_file.open("ab") as log:  # in a folder that is closed to others
+        log = os.open(self._log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
             return await asyncio.create_subprocess_exec(
                 *self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[self._listener.fileno()]
             )
+        finally:
+            os.close(log)
 
     async def _restart(self, process: asyncio.subprocess.Process) -> None:
         clock = asyncio.get_running_loop().time
