@@ -106,9 +106,8 @@ class Reports:
 
     def _edge(self, replica: Replica) -> EdgeStatus:
         link, now = self.links.links.get(replica.replica_id), time.monotonic()
-        window, waiting = (link.window, link.backlog) if link is not None else (None, 0)
-        window = window or Window(0, 0)
-        sent = window.messages_out, window.bytes_out, waiting
+        window = (link.window if link is not None else None) or Window(0, 0)
+        sent = window.messages_out, window.bytes_out, link.backlog if link is not None else 0
         restarts = replica.history.restarts if replica.history is not None else 0
         silent, idle = now - replica.heard, now - replica.moved
         return EdgeStatus(replica.stage, replica.index, replica.epoch, *sent, restarts, silent, idle, replica.phase)

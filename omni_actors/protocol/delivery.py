@@ -9,6 +9,7 @@ same way.
 from __future__ import annotations
 
 import collections
+import copy
 import zlib
 from collections.abc import Collection, Sequence
 
@@ -53,24 +54,21 @@ class Delivery:
     """The count for one request."""
 
     def __init__(self, delivered: Delivered | None = None) -> None:
-        before = delivered or Delivered()
-        self._delivered = collections.Counter(before.counts)  # what the client has
+        self._has = copy.deepcopy(delivered or Delivered())  # what the client has
         self._to_skip: collections.Counter[str] = collections.Counter()  # of that, what a replay still brings again
-        self._checksum, self._checksum_again = (before.checksum, 0)  # of the client's tokens; of those that came again
-        self._calls = dict(before.calls)  # characters of arguments that the client has, by the index of the call
-        self._calls_to_skip: dict[int, int] = {}  # those that come again, with the call's name
-        self._steps = dict(before.steps)  # by stage: the progress that the client knows of
+        self._checksum_again = 0  # of the tokens that came again
+        self._calls_to_skip: dict[int, int] = {}  # of the calls, what comes again, with their names
 
     def replay(self, modalities: Collection[str]) -> None:
         """Expect all that was delivered in these modalities to come again."""
-        self._to_skip |= {kind: count for kind, count in self._delivered.items() if COUNTED[kind] in modalities}
+        self._to_skip |= {kind: count for kind, count in self._has.counts.items() if COUNTED[kind] in modalities}
         if "text" in modalities:
-            self._calls_to_skip = dict(self._calls)
+            self._calls_to_skip = dict(self._has.calls)
             self._checksum_again = 0
 
     def state(self) -> Delivered:
         """All that was counted, to go on with elsewhere."""
-        return Delivered(dict(self._delivered), self._checksum, dict(self._calls), dict(self._steps))
+        return copy.deepcopy(self._has)
 
     @property
     def complete(self) -> bool:
@@ -94,16 +92,16 @@ class Delivery:
             case VideoChunk() | LatentsChunk() | WordsChunk():
                 return None if self._known(body.modality, 1) else (body, buffers)
             case StepsDone():
-                if body.step <= self._steps.get(body.stage, 0):  # after a replay, until it has caught up
+                if body.step <= self._has.steps.get(body.stage, 0):  # after a replay, until it has caught up
                     return None
-                self._steps[body.stage] = body.step
+                self._has.steps[body.stage] = body.step
                 return body, ()
 
     def _known(self, kind: str, count: int) -> int:
         """Count output, and return how much of it, from its start, the client has already."""
         known = min(self._to_skip[kind], count)
         self._to_skip[kind] -= known
-        self._delivered[kind] += count - known
+        self._has.counts[kind] = self._has.counts.get(kind, 0) + count - known
         return known
 
     def _text(self, body: TextDelta) -> TextDelta | None:
@@ -112,10 +110,10 @@ class Delivery:
         positions = self._known("prompt positions", len(body.prompt_logprobs))
         if size:
             self._checksum_again = zlib.crc32(body.token_ids[:size], self._checksum_again)
-            if not self._to_skip["tokens"] and self._checksum_again != self._checksum:
+            if not self._to_skip["tokens"] and self._checksum_again != self._has.checksum:
                 raise diverged()
         calls = self._new_pieces(body.tool_calls) if body.tool_calls else ()
-        self._checksum = zlib.crc32(body.token_ids[size:], self._checksum)
+        self._has.checksum = zlib.crc32(body.token_ids[size:], self._has.checksum)
         if not (size or letters or positions or calls != body.tool_calls):
             return body
         fresh = TextDelta(
@@ -135,7 +133,7 @@ class Delivery:
             if skip is not None:
                 self._calls_to_skip[piece.index] = max(0, skip - len(piece.arguments))
                 piece = ToolCallPiece(index=piece.index, arguments=piece.arguments[skip:])
-            self._calls[piece.index] = self._calls.get(piece.index, 0) + len(piece.arguments)
+            self._has.calls[piece.index] = self._has.calls.get(piece.index, 0) + len(piece.arguments)
             if piece.name or piece.arguments:
                 fresh.append(piece)
         return tuple(fresh)

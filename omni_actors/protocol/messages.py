@@ -297,7 +297,7 @@ class Chunk(Body, tag="chunk", frozen=True):
         return (*self.tensors.values(), *self.information.tensor_refs())
 
 
-class Delivered(Struct, frozen=True):
+class Delivered(Struct):
     """What a client has of an answer, as `protocol/delivery.py` counts it: all that it takes to go on after it.
 
     Attributes:

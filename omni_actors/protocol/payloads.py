@@ -93,12 +93,9 @@ class CollectedCalls:
 
     def whole(self) -> list[ToolCall]:
         """The calls so far, in order."""
+        fields = ToolCall.__struct_fields__  # those of pieces, too
         return [
-            ToolCall(
-                id="".join(piece.id for piece in pieces),
-                name="".join(piece.name for piece in pieces),
-                arguments="".join(piece.arguments for piece in pieces),
-            )
+            ToolCall(*("".join(getattr(piece, field) for piece in pieces) for field in fields))
             for _, pieces in sorted(self._calls.items())
         ]
 

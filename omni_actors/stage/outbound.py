@@ -112,13 +112,8 @@ def result_of(event: ForClient) -> tuple[Output, Sequence[Frame]]:
     body: Output
     match event:
         case TextEvent():
-            body = TextDelta(
-                text=event.text,
-                token_ids=pack_token_ids(event.token_ids),
-                tool_calls=event.tool_calls,
-                logprobs=event.logprobs,
-                prompt_logprobs=event.prompt_logprobs,
-            )
+            token_ids = pack_token_ids(event.token_ids)
+            body = TextDelta(event.text, token_ids, event.tool_calls, event.logprobs, event.prompt_logprobs)
         case AudioEvent():
             body = AudioChunk(samples=buffers.add(event.samples), sample_rate=event.sample_rate)
         case ImageEvent():

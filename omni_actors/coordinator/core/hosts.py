@@ -231,9 +231,8 @@ def silent(nodes: Iterable[Node], replicas: ReplicaTable, now: float, seconds: f
     An agent that was stopped for a while does not take along the stages that work. Node 0 is never silent: if its
     launcher ends, the coordinator ends too, and no network link is between them.
     """
-    found = []
-    for node in nodes:
-        heard = [replica.heard for replica in replicas.on(node.rank) if replica.alive]
-        if node.present and node.rank > 0 and max([node.heard, *heard]) + seconds < now:
-            found.append(node)
-    return found
+
+    def heard(node: Node) -> float:
+        return max([node.heard, *(replica.heard for replica in replicas.on(node.rank) if replica.alive)])
+
+    return [node for node in nodes if node.present and node.rank > 0 and heard(node) + seconds < now]
