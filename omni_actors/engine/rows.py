@@ -193,10 +193,7 @@ class RowCache:
 
     def covers(self, blocks: Sequence[Hashable]) -> int:
         """How many of the first blocks have rows."""
-        for index, block in enumerate(blocks):
-            if block not in self._blocks:
-                return index
-        return len(blocks)
+        return next((index for index, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def take(self, blocks: Sequence[Hashable]) -> list[torch.Tensor]:
         """The rows of the first blocks, as far as there are any. Of a prefix, the first block is removed last."""

@@ -7,18 +7,19 @@ is killed if it does not end in time; a launcher says how long its pipeline may 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
 from omni_actors.host.processes import EXIT_USAGE, ChildStopTime, die_with_parent
 
 GRACE_SECONDS = 15.0  # for the end of a command that does not say how long it takes
-POLL_MS = 500
 EXIT_NOT_FOUND = 127  # as in a shell
 
 
@@ -28,11 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not command:
         print("usage: python -m omni_actors.launcher.exit_with_stdin COMMAND [ARGUMENT ...]", file=sys.stderr)
         return EXIT_USAGE
-    signalled, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup)
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one entry for each reason; a signal may interrupt its `put`
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the wakeup counts; unlike SIG_IGN, this is not inherited by the child
+        signal.signal(number, lambda *_: ended.put(None))  # unlike SIG_IGN, this is not inherited by the child
     stop_time = ChildStopTime(GRACE_SECONDS)
     options = stop_time.popen_arguments(os.environ)
     try:
@@ -40,30 +39,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return EXIT_NOT_FOUND
-    code = _wait(child, signalled, stop_time)
+    threading.Thread(target=_read_to_the_end, args=(ended,), daemon=True).start()
+    threading.Thread(target=_end, args=(child, ended, stop_time), daemon=True).start()
+    code = child.wait()
     return 128 - code if code < 0 else code
 
 
-def _wait(child: subprocess.Popen[bytes], signalled: int, stop_time: ChildStopTime) -> int:
-    """Wait for the child's end; terminate it when the input closes or a signal arrives."""
-    poller = select.poll()
-    ended = os.pidfd_open(child.pid)
-    for descriptor in (0, signalled, ended):
-        poller.register(descriptor, select.POLLIN)
-    kill_at = float("inf")
-    while child.poll() is None:
-        ready = {descriptor for descriptor, _ in poller.poll(POLL_MS)}
-        terminate = signalled in ready and bool(os.read(signalled, 64))
-        if 0 in ready and not os.read(0, 65536):
-            poller.unregister(0)
-            terminate = True
-        if terminate:
+def _read_to_the_end(ended: queue.SimpleQueue[None]) -> None:
+    """Wait until standard input closes; what comes in is of no interest."""
+    with contextlib.suppress(OSError):  # a terminal that is gone is closed, too
+        while os.read(0, 65536):
+            pass
+    ended.put(None)
+
+
+def _end(child: subprocess.Popen[bytes], ended: queue.SimpleQueue[None], stop_time: ChildStopTime) -> None:
+    """Terminate the child for each reason, and kill it if it takes too long from the first one on."""
+    ended.get()
+    kill_at = time.monotonic() + stop_time.seconds
+    with contextlib.suppress(queue.Empty):
+        while True:
             child.terminate()
-            kill_at = min(kill_at, time.monotonic() + stop_time.seconds)
-        if time.monotonic() > kill_at:
-            child.kill()
-    os.close(ended)
-    return child.wait()
+            ended.get(timeout=max(0.0, kill_at - time.monotonic()))
+    child.kill()
 
 
 if __name__ == "__main__":

@@ -164,10 +164,8 @@ class Launch:
 
     def overdue(self, now: float) -> Replica | None:
         """The first replica that is not ready within its startup timeout."""
-        for replica in self.missing():
-            if now > self.began + startup_timeout(self.pipeline, replica):
-                return replica
-        return None
+        late = (one for one in self.missing() if now > self.began + startup_timeout(self.pipeline, one))
+        return next(late, None)
 
     def reports(self, now: float) -> list[ShowProgress]:
         """What to show of the progress now, if anything; counts as shown."""
