@@ -9,18 +9,11 @@ from msgspec import Struct
 
 from omni_actors.coordinator.core.replicas import REQUEST_TRANSITIONS, Evidence, RequestEvent, RequestState
 from omni_actors.errors import advance
-from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.codec import BufferList, Frame
 from omni_actors.protocol.delivery import Delivery
-from omni_actors.protocol.fields import ATTEMPTS, ReplicaId
+from omni_actors.protocol.fields import ATTEMPTS, HostTensor, ReplicaId
 from omni_actors.protocol.messages import RequestStatus, StageUsage
-from omni_actors.protocol.payloads import (
-    NO_INFORMATION,
-    AdditionalInformationEntry,
-    AdditionalInformationPayload,
-    Prompt,
-    StageParams,
-    text_prompt,
-)
+from omni_actors.protocol.payloads import NO_INFORMATION, AdditionalInformationPayload, Prompt, StageParams, text_prompt
 from omni_actors.sharing import Ticket
 
 LISTED_LOSSES = 8  # the newest ones, for operators
@@ -61,21 +54,13 @@ class Retained(Struct, frozen=True):
         prompt = text_prompt((self.prompt.only_text or "") + text)
         return msgspec.structs.replace(self, prompt=prompt, size=self.size + len(text))
 
-    def select_information(
-        self, names: Collection[str], first: int
-    ) -> tuple[AdditionalInformationPayload, list[Frame]]:
-        """Return the information with these names and its buffers, which are numbered from `first`."""
-        buffers: list[Frame] = []
-        entries = {}
-        for name, entry in self.information.entries.items():
-            if name not in names:
-                continue
-            if entry.tensor is not None:
-                buffers.append(self.buffers[entry.tensor.buffer])
-                place = msgspec.structs.replace(entry.tensor, buffer=first + len(buffers) - 1)
-                entry = AdditionalInformationEntry(tensor=place)
-            entries[name] = entry
-        return AdditionalInformationPayload(entries) if entries else NO_INFORMATION, buffers
+    def select_information(self, names: Collection[str], buffers: BufferList) -> AdditionalInformationPayload:
+        """Return the information with these names, whose tensors become buffers of a message."""
+        chosen = {name: entry for name, entry in self.information.entries.items() if name in names}
+        values = AdditionalInformationPayload(chosen).values(
+            lambda ref: HostTensor(ref.dtype, ref.shape, self.buffers[ref.buffer])
+        )
+        return AdditionalInformationPayload.of(values, buffers.add)
 
 
 class ActiveRequest(Struct):

@@ -34,7 +34,7 @@ from omni_actors.errors import (
     StageLost,
     StageUnavailable,
 )
-from omni_actors.protocol.codec import Frame
+from omni_actors.protocol.codec import BufferList, Frame
 from omni_actors.protocol.delivery import diverged
 from omni_actors.protocol.fields import ATTEMPTS, Body, Header, ReplicaId
 from omni_actors.protocol.messages import (
@@ -189,13 +189,13 @@ class RequestMachine:
     def _open_stage(self, request: ActiveRequest, stage: str) -> ToStage:
         """Announce a request to a stage. The entry stage gets the prompt, each stage the information that it wants."""
         retained, prompt, information = request.retained, None, NO_INFORMATION
-        buffers: list[Frame] = []
+        buffers = BufferList()
         if retained is not None and stage == self._entry:
-            prompt, buffers = retained.prompt, [*retained.prompt_buffers]
+            prompt = retained.prompt
+            buffers.buffers += retained.prompt_buffers
         replica = self.replicas.at(request.bound[stage])
         if retained is not None and replica is not None:
-            information, more = retained.select_information(replica.facts.wants_information, len(buffers))
-            buffers += more
+            information = retained.select_information(replica.facts.wants_information, buffers)
         body = OpenRequest(
             route=request.route,
             params=request.params[stage],
@@ -206,7 +206,7 @@ class RequestMachine:
             information=information,
             more_text=request.more_text if prompt is not None else None,
         )
-        return self._to_stage(request, stage, body, buffers)
+        return self._to_stage(request, stage, body, buffers.buffers)
 
     def _resends(self, request: ActiveRequest, opened: Sequence[str]) -> list[Instruction]:
         """Ask the stages that went on to send those that start again their input."""
