@@ -4,64 +4,45 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 from tests.support.paths import REPOSITORY
 
 TESTS = REPOSITORY / "tests"
-NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, whatever their names look like
 ALLOWED_PRIVATE = {
     # Moments between two threads that a test cannot hit from outside.
     "unit/test_inbound.py": {"_receive_control", "_waiting", "_wakeup"},
     # The kernel's arguments, compared with the module that computes the same.
     "unit/test_token2wav.py": {"_Activation"},
     # pytest ends fixtures, and xdist shares out files, in no public way.
-    "support/sharing.py": {"_assign_work_unit", "_fixturemanager", "_request", "_split_scope"},
+    "support/sharing.py": {"_fixturemanager", "_request"},
     # aiortc has no public way to be a bad client.
     "support/calls.py": {"_connection", "_protocols", "_remote_max_message_size"},
-    # vLLM's own methods that the engine overrides.
+    # vLLM's own methods that the engine overrides, and where it registers its kernels.
     "unit/test_gpu_worker.py": {"_make_model_runner"},
+    "e2e/test_several_workers.py": {"_C"},
 }
 
 
-@functools.cache
-def modules() -> dict[Path, ast.Module]:
-    """All modules of the tests, which takes seconds to read."""
-    return {path.relative_to(TESTS): ast.parse(path.read_text()) for path in sorted(TESTS.rglob("*.py"))}
+def test_private_attributes_are_named_here() -> None:
+    """Of anything but `self`."""
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "SLF001", "--output-format", "json"]
+    done = subprocess.run([*command, str(TESTS)], capture_output=True, check=False, timeout=60)
+    found: dict[str, set[str]] = {}
+    for problem in json.loads(done.stdout):
+        name = Path(problem["filename"]).relative_to(TESTS).as_posix()
+        found.setdefault(name, set()).add(problem["message"].split("`")[1])
+    assert found == ALLOWED_PRIVATE
 
 
-Finder = Callable[[Path, ast.Module], Iterator[ast.AST]]
-
-
-def imports_of_tests(path: Path, module: ast.Module) -> Iterator[ast.AST]:
-    """Finds imports from a test module or a conftest; shared helpers are in tests/support."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        if any(name.startswith("tests.") and (".test_" in name or ".conftest" in name) for name in names):
-            yield node
-
-
-def private_attributes(path: Path, module: ast.Module) -> Iterator[ast.AST]:
-    """Finds private attributes of anything but `self`."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            if not own and node.attr not in NAMED_TUPLE | ALLOWED_PRIVATE.get(path.as_posix(), set()):
-                yield node
-
-
-@pytest.mark.parametrize("find", [imports_of_tests, private_attributes], ids=lambda find: find.__name__)
-def test_no_test_has(find: Finder) -> None:
-    found = [f"tests/{path}:{node.lineno}" for path, module in modules().items() for node in find(path, module)]
-    assert not found, "\n".join(found)
+def test_no_test_imports_another() -> None:
+    """Shared helpers are in tests/support."""
+    of_tests = re.compile(r"^ *(?:from|import) tests\.(?:.*\W)?(?:test_|conftest)", re.M)
+    assert [path.name for path in TESTS.rglob("*.py") if of_tests.search(path.read_text())] == []
 
 
 def test_scripts_and_benchmarks_find_what_they_import() -> None:
