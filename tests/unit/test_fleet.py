@@ -251,17 +251,6 @@ def test_clients_are_served_and_peers_announced_once_all_that_ran_is_here() -> N
     assert serves(world.wait(RESTORE_SECONDS)) == 0
 
 
-def test_clients_do_not_wait_long_for_a_process_that_does_not_come() -> None:
-    world = World()
-    world.node_hello(*running(*STAGES), launched=True)
-    world.hello("talker", epoch=500)
-    world.says("talker", Ready(seconds=0.1))
-    assert serves(world.wait(RESTORE_SECONDS - 0.5)) == 0
-    late = world.wait(1.0)
-    assert serves(late) == 1
-    assert to_stage(late, Peers) == ["talker/0"]
-
-
 def test_a_stage_that_this_coordinator_knows_and_that_says_hello_again_registers_anew() -> None:
     """Its connection was lost, and with it what was on its way."""
     world = World().launch()
@@ -304,29 +293,6 @@ def test_a_node_that_does_not_come_back_is_given_up() -> None:
     assert starts(world.node_hello(rank=1), 1) == ["talker/1"]
 
 
-# -- hellos of stages -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spawn_epoch", "epoch", "expected"),
-    [(7, 7, "expected"), (7, 9, "renewed"), (7, 6, "repeated"), (8, 8, "foreign"), (6, 9, "foreign")],
-)
-def test_hello_of_a_process(spawn_epoch: int, epoch: int, expected: str) -> None:
-    world = World()
-    world.node_hello()
-    started = world.replica("talker").spawn_epoch
-    assert answer(world, started - 7 + epoch, started - 7 + spawn_epoch) == expected
-
-
-def answer(world: World, epoch: int, spawn_epoch: int) -> str:
-    """What becomes of a talker's hello."""
-    before = world.replica("talker").epoch
-    instructions = world.hello("talker", epoch=epoch, spawn_epoch=spawn_epoch)
-    if to_stage(instructions, Welcome):
-        return "renewed" if world.replica("talker").epoch > before else "expected"
-    return "foreign" if to_stage(instructions, Shutdown) else "repeated"
-
-
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -364,10 +330,6 @@ def test_a_silent_agent_whose_stages_beat_is_not_lost() -> None:
     assert not silent(nodes, replicas, T + 9, 4)
 
 
-def names(world: World) -> list[str]:
-    return [replica.name for replica in world.fleet.replicas.of("talker")]
-
-
 def scaled(count: int = 3, **talker: Any) -> World:
     world = World(one_host(talker=talker)).launch()
     world.scale("talker", count)
@@ -375,20 +337,6 @@ def scaled(count: int = 3, **talker: Any) -> World:
         if not replica.registered:
             world.ready("talker", replica.index)
     return world
-
-
-def test_a_replica_that_left_does_not_come_back_and_one_that_was_leaving_ends() -> None:
-    world = scaled()
-    for index in (1, 2):
-        world.replica("talker", index).hold("r")
-    world.scale("talker", 1)
-    world.replica("talker", 2).release("r")
-    world.tick()
-    world.ended("talker", 2)
-    world.seen.clear()
-    world.restart_coordinator()
-    assert names(world) == ["talker/0"]
-    assert [kill.process.replica for kill in to_node(world.seen, KillReplica)] == [1], "its requests are lost anyway"
 
 
 def test_what_died_with_the_coordinator_starts_again_in_its_place() -> None:
