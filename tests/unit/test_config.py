@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import tracemalloc
 import typing
@@ -15,11 +14,10 @@ import pytest
 from msgspec import Meta
 
 from omni_actors import config, logs
-from omni_actors.config import BUILT_IN_PROCESSORS, PipelineConfig, check_parameters, describe, memory_plan
-from omni_actors.config.yaml_reader import MAX_BYTES, MAX_SIZE, read, read_file
+from omni_actors.config import BUILT_IN_PROCESSORS, PipelineConfig, check_parameters, describe, memory_plan, yaml_reader
+from omni_actors.config.yaml_reader import MAX_BYTES, read, read_file
 from omni_actors.errors import ConfigError, InvalidRequest
 from omni_actors.protocol.payloads import Parameter, StageParams
-from omni_actors.sharing import FairQueue, Tenant, Ticket
 from omni_actors.stage.echo import EchoOptions
 from omni_actors.stage.processors import PROCESSORS, Passthrough, StreamProcessor
 from scripts import reference_docs
@@ -73,6 +71,10 @@ REFUSED = [
     (decoding(first_blocks=4, largest_blocks=2), "largest_blocks (2) is less than first_blocks (4)"),
     (with_stage(3, decode={}), "only diffusion stages decode"),
     (with_stage(1, devices=[1]), "no device 1; this host has no GPU"),
+    (with_stage(1, kind="custom"), "stages.thinker.engine_class is for stages of kind custom, and those need it"),
+    (with_stage(1, engine_class="mine.Engine"), "for stages of kind custom"),
+    (with_stage(1, kind="custom", engine_class="Engine"), "not the dotted path"),
+    (with_stage(1, kind="custom", engine_class="os.Engine"), "outside the allowed import prefixes"),
     (changed(modle="x"), "modle: unknown key. Did you mean 'model'?"),
     (changed(coordinator={"max_inflight": 3}), "unknown key. Did you mean 'max_in_flight'?"),
     (
@@ -116,23 +118,6 @@ def test_plugins_are_allowed_by_prefixes_of_whole_words(
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", prefix)
     load(tmp_path, {**chain(), "plugins": ["mine", "mine.models"]})
     assert "'mined.models' is outside" in refused(tmp_path, {**chain(), "plugins": ["mined.models"]})
-
-
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"kind": "custom"}, "those need it"),
-        ({"engine_class": "mine.Engine"}, "for stages of kind custom"),
-        ({"kind": "custom", "engine_class": "Engine"}, "not the dotted path"),
-        ({"kind": "custom", "engine_class": "os.Engine"}, "outside the allowed import prefixes"),
-    ],
-)
-def test_engines_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict, word: str) -> None:
-    monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "mine")
-    text = refused(tmp_path, with_stage(1, **fields))
-    assert word in text
-    assert "stages.thinker.engine_class" in text
-    load(tmp_path, with_stage(1, kind="custom", engine_class="mine.Engine"))
 
 
 def test_classes_are_resolved_by_name_or_allowed_path() -> None:
@@ -215,17 +200,6 @@ def test_host_devices_follow_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -
     assert config.visible_devices([1, 0]) == ["GPU-8f1c", "4"]
 
 
-def test_command_line_over_environment_over_yaml_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, data = "coordinator.max_in_flight", {**chain(), "coordinator": {"max_in_flight": 1}}
-    assert load(tmp_path, chain()).pipeline.coordinator.max_in_flight == 256
-    for value, source in ((1, "yaml pipeline.yaml"), (2, "env OMNI_ACTORS_MAX_IN_FLIGHT"), (3, "command line")):
-        if value == 2:
-            monkeypatch.setenv("OMNI_ACTORS_MAX_IN_FLIGHT", "2")
-        loaded = load(tmp_path, data, {key: "3"} if value == 3 else None)
-        assert loaded.pipeline.coordinator.max_in_flight == value
-        assert loaded.sources[key] == source
-
-
 def test_stages_are_set_by_name(tmp_path: Path) -> None:
     loaded = load(tmp_path, chain(), {"stages.talker.engine.step_seconds": "0.5", "stages.talker.replicas": "2"})
     assert loaded.pipeline.stage("talker").engine == {"step_seconds": 0.5}
@@ -277,25 +251,12 @@ def test_log_level_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         logs.configure("test")
 
 
-ANSWERS = 128
-
-
-def granted(count: int, tenant: str) -> int:
-    """How many of so many slots one client gets that is alone, for one of its tenants."""
-    numbers = itertools.count()
-    slots = FairQueue(count, 10 * count, 10 * count, lambda stages: False)
-    for _ in range(2 * count):
-        slots.enter(Ticket(str(next(numbers)), b"http", Tenant(b"http", tenant), 0, 1, ()))
-    return len(list(iter(slots.next, None)))
-
-
 def test_one_client_behind_one_address_has_128_answers_at_a_time() -> None:
     """All requests over HTTP are those of one client, and all from one address those of one tenant."""
     pipeline = config.load(REPOSITORY / "stage_configs" / "qwen2_5_omni.yaml", {}, devices=1).pipeline
-    assert granted(pipeline.coordinator.max_in_flight, "address") >= ANSWERS
-    assert pipeline.http.connections >= ANSWERS
-    assert pipeline.flow.backlog_requests >= ANSWERS
-    assert pipeline.stage("thinker").engine["max_num_seqs"] >= ANSWERS, "no text waits for the end of another one"
+    assert pipeline.coordinator.max_in_flight >= 256, "of which one tenant gets 225 (test_slots.py)"
+    text = pipeline.stage("thinker").engine["max_num_seqs"]
+    assert min(pipeline.http.connections, pipeline.flow.backlog_requests, text) >= 128
 
 
 def unbounded(annotation: Any, metas: tuple[Meta, ...] = ()) -> Iterator[Any]:
@@ -330,22 +291,12 @@ def test_every_number_has_a_range_and_every_text_a_length(path: str, section: ty
 BOUNDED_BY_THE_READER = {"stages.NAME": {"environment": [int], "engine": [str]}}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("  replicas: 0", "pipeline.yaml, line 5: stages.a.replicas: Expected `int` >= 1."),
-        ("  replica: 1", "pipeline.yaml, line 5: stages.a.replica: unknown key. Did you mean 'replicas'?"),
-        (
-            "  outputs: [text, smell]",
-            "pipeline.yaml, line 5: stages.a.outputs.1: there is no 'smell' here. "
-            "Known: audio, image, latents, text, video, words.",
-        ),
-        ("  sampling: {top_p: 2}", "pipeline.yaml, line 5: stages.a.sampling.top_p: Expected `float` <= 1.0."),
-    ],
-)
-def test_an_error_names_the_line(tmp_path: Path, line: str, message: str) -> None:
-    text = f"name: x\nmodel: echo\nstages:\n- {{name: b, kind: echo}}\n- name: a\n  kind: echo\n{line}\n"
-    assert refused(tmp_path, text).startswith(message.replace("line 5", "line 7"))
+def test_an_error_names_the_line(tmp_path: Path) -> None:
+    text = "name: x\nmodel: echo\nstages:\n- {name: b, kind: echo}\n- name: a\n  kind: echo\n  outputs: [text, smell]\n"
+    assert refused(tmp_path, text).startswith(
+        "pipeline.yaml, line 7: stages.a.outputs.1: there is no 'smell' here. "
+        "Known: audio, image, latents, text, video, words."
+    )
 
 
 @pytest.mark.parametrize("text", ["run #1", "~", "a: b", "[x", "123", "'quoted'", "no"])
@@ -522,6 +473,9 @@ def test_only_regular_files_of_text_are_read(tmp_path: Path, kind: str) -> None:
         read_file(path)
 
 
+REPEATED = "values and characters, with those that aliases repeat"
+
+
 def bomb(form: str) -> str:
     inner = ("{x: 1}", *(f"*{name}" for name in "abcdefgh"))
     return "\n".join(
@@ -536,20 +490,22 @@ def bomb(form: str) -> str:
         ("[" * 60_000 + "]" * 60_000, "f.yaml"),
         ("\n".join(" " * n + "a:" for n in range(400)), "line 51: more than 50 levels"),
         (f"a: &a {'[' * 30}{']' * 30}\nb: {'[' * 30}*a{']' * 30}", "more than 50 levels"),
-        (bomb("[{}]"), f"more than {MAX_SIZE} values and characters, with those that aliases repeat"),
-        (bomb("{{<<: [{}]}}"), f"more than {MAX_SIZE} values and characters"),
-        (f"a: &a {'x' * 10_000}\nb: [{','.join(['*a'] * 200)}]", f"more than {MAX_SIZE} values and characters"),
-        (f"a: &a {{? {'x' * 10_000}}}\nb: [{','.join(['*a'] * 200)}]", f"more than {MAX_SIZE} values and characters"),
+        (bomb("[{}]"), REPEATED),
+        (bomb("{{<<: [{}]}}"), REPEATED),
+        (f"a: &a {'x' * 10_000}\nb: [{','.join(['*a'] * 200)}]", REPEATED),
+        (f"a: &a {{? {'x' * 10_000}}}\nb: [{','.join(['*a'] * 200)}]", REPEATED),
         ("x" * (MAX_BYTES + 1), "has more than 128 KiB"),
         ("".join(f"%TAG !a{n}! b\n" for n in range(8000)), "directives are not supported"),
     ],
     ids=["flow", "deeper", "indent", "alias depth", "bomb", "merges", "text bomb", "key bomb", "bytes", "directives"],
 )
-def test_no_text_can_cost_much(text: str, problem: str) -> None:
+def test_no_text_can_cost_much(text: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What aliases repeat is limited to an eighth of what it usually is, as counting memory takes long."""
+    monkeypatch.setattr(yaml_reader, "MAX_SIZE", yaml_reader.MAX_SIZE // 8)
     tracemalloc.start()
     try:
         assert problem in unreadable(text)
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 64 * MIB
+    assert most < (8 if problem == REPEATED else 64) * MIB
