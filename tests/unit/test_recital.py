@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.client.prompts import speech_ability
-from omni_actors.errors import Aborted, Overloaded, StageUnavailable
+from omni_actors.errors import StageUnavailable
 from omni_actors.http_server.encoders import PcmEncoder
 from omni_actors.http_server.speech.recital import (
     LONGEST,
@@ -32,26 +32,16 @@ END = Done(usage={})
 
 
 class Pipeline:
-    """What is asked of a pipeline: the streams by text, and which of them were aborted."""
+    """What is asked of a pipeline: the streams by text."""
 
     in_parts = True
 
     def __init__(self) -> None:
         self.streams: dict[str, RequestStream] = {}
-        self.aborted: list[str] = []
 
     async def ask(self, text: str, more_text: bool = False) -> RequestStream:
-        if text == "refused":
-            raise Overloaded("Too many.")
-        stream = self.streams[text] = RequestStream(text, self._abort, lambda *_: None)
+        stream = self.streams[text] = RequestStream(text, lambda _: None, lambda *_: None)
         return stream
-
-    def _abort(self, text: str) -> None:
-        self.aborted.append(text)
-        self.streams[text].deliver(Aborted("As it was asked to."))
-
-    def utterance(self) -> Utterance:
-        return Utterance(cast(TextSpeaker, self), PcmEncoder("pcm", 24_000))
 
 
 async def item_of(recital: Recital) -> Any:
@@ -61,7 +51,7 @@ async def item_of(recital: Recital) -> Any:
 
 async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_before_it() -> None:
     pipeline = Pipeline()
-    utterance = pipeline.utterance()
+    utterance = Utterance(cast(TextSpeaker, pipeline), PcmEncoder("pcm", 24_000))
     recital = Recital(TextPiece(utterance, text) for text in ("one", "two", "three", ""))
     reading = asyncio.create_task(item_of(recital))
     await asyncio.sleep(0)
@@ -82,38 +72,6 @@ async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_befor
     assert [await item_of(recital) for _ in range(2)] == [None, None], "a piece without text is not spoken"
     assert len(utterance.usages) == 3
     with pytest.raises(StopAsyncIteration):
-        await item_of(recital)
-
-
-async def test_who_leaves_ends_what_was_asked_for_and_has_nothing_more_asked() -> None:
-    pipeline = Pipeline()
-    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("one", "two", "three"))
-    reading = asyncio.create_task(item_of(recital))
-    await asyncio.sleep(0)
-    pipeline.streams["one"].deliver(SOUND)
-    await reading
-    await recital.abort()
-    assert pipeline.aborted == list(pipeline.streams) == ["one", "two"]
-    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("four", "five"))
-    reading = asyncio.create_task(item_of(recital))
-    await asyncio.sleep(0)
-    pipeline.streams["four"].deliver(END)  # just before its client left
-    await recital.abort()
-    assert await reading is None
-    with pytest.raises(StopAsyncIteration):
-        await item_of(recital)
-    assert "five" not in pipeline.streams
-
-
-async def test_a_piece_that_cannot_be_asked_for_fails_when_its_turn_comes() -> None:
-    pipeline = Pipeline()
-    recital = Recital(TextPiece(pipeline.utterance(), text) for text in ("one", "refused"))
-    reading = asyncio.create_task(item_of(recital))
-    await asyncio.sleep(0)
-    for item in (SOUND, SOUND, END):
-        pipeline.streams["one"].deliver(item)
-    assert [await reading, await item_of(recital), await item_of(recital)] == [SOUND, SOUND, None]
-    with pytest.raises(Overloaded):
         await item_of(recital)
 
 
