@@ -33,7 +33,7 @@ def given(count: int, width: int = WIDTH) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(DEVICE) for tensor in inputs)
 
 
-@pytest.mark.parametrize(("count", "input_size", "layers"), [(1, WIDTH, 1), (3, 48, 2), (17, WIDTH, 1)])
+@pytest.mark.parametrize(("count", "input_size", "layers"), [(1, 48, 2), (17, WIDTH, 1)])
 @torch.inference_mode()
 def test_frames_are_those_of_torch(count: int, input_size: int, layers: int) -> None:
     predictor, inputs = made(input_size, layers), given(count, input_size)
@@ -67,7 +67,7 @@ def test_draws_are_those_of_torch(temperature: float, top_k: int, top_p: float) 
 
 @torch.inference_mode()
 def test_of_equal_values_at_the_limit_of_top_k_none_is_left_out() -> None:
-    count = 24
+    count = 12
     predictor = made(temperature=1.0, top_k=2, top_p=1.0)
     with torch.no_grad():
         predictor.layers[0].input_norm.fill_(1.0)

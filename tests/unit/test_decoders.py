@@ -115,7 +115,8 @@ def test_one_that_is_killed_from_outside_costs_nothing(threads: DecoderThreads) 
     assert decoded.shape == (3000, 4000, 3)
 
 
-def test_one_that_is_stopped_from_outside_goes_on(threads: DecoderThreads) -> None:
+def test_one_that_is_stopped_from_outside_goes_on(threads: DecoderThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders, "RESUME_SECONDS", 0.2)
     process, stopped = stopped_with_work(threads)
     (decoded,) = stopped.future.result(60)
     assert decoded.shape == (3000, 4000, 3)
