@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from omni_actors.http_server.errors import HttpError
 from omni_actors.http_server.generation import MAX_MESSAGES
-from omni_actors.http_server.realtime.config import Pipeline, ServerVad, Transcription
+from omni_actors.http_server.realtime.config import Pipeline, ServerVad
 from omni_actors.http_server.realtime.conversation import ItemPart, MessageItem, RealtimeConversation, TurnText, agreed
 from omni_actors.http_server.realtime.requests import Outbox
 from omni_actors.http_server.realtime.resuming import SLACK_BYTES, SessionKeeper, find
-from omni_actors.http_server.realtime.session import Transcribe
 from omni_actors.http_server.store import Journals
 from omni_actors.protocol.payloads import ToolCallPiece, WordTime
 from tests.support.realtime import PIPELINE, SECOND, Talk, error_of, kinds
@@ -480,19 +479,6 @@ def test_words_are_not_sure_before_their_language_is() -> None:
     steps = [("So far", "English"), ("So far so", "Danish"), ("So far so good", "Danish"), (" good it", "")]
     assert [said.add(*step) for step in steps] == ["", "", "So far so", " good"]
     assert (said.text, said.language) == ("So far so good", "Danish")
-
-
-def test_a_turn_that_is_to_be_written_down_is_known_while_it_is_spoken() -> None:
-    talk = Talk(vad=ServerVad(silence_duration_ms=64, prefix_padding_ms=0), transcription=Transcription(language="en"))
-    talk.hear(0.0)
-    assert talk.session.spoken is None
-    (started,) = talk.hear(0.9, windows=3)
-    assert talk.session.spoken == (Transcribe(started["item_id"], Transcription(language="en")), 768)
-    talk.hear(0.0, windows=4)
-    assert talk.session.spoken is None
-    talk.send("session.update", session={"type": "realtime", "audio": {"input": {"transcription": None}}})
-    talk.hear(0.9, windows=3)
-    assert talk.session.spoken is None, "nobody reads it"
 
 
 async def test_a_client_that_leaves_an_event_unread_ends_its_session() -> None:

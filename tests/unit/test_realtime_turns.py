@@ -14,7 +14,7 @@ import pytest
 
 from omni_actors.http_server.connections import BURST_SECONDS, EventRate
 from omni_actors.http_server.errors import HttpError
-from omni_actors.http_server.realtime.config import ServerVad, Transcription
+from omni_actors.http_server.realtime.config import ServerVad
 from omni_actors.http_server.realtime.conversation import heard
 from omni_actors.http_server.realtime.formats import RATE
 from omni_actors.http_server.realtime.session import Ask
@@ -91,23 +91,6 @@ def pausing(*before: str, **config: Any) -> tuple[Talk, Ask]:
     assert talk.hear(0.1, 3) == talk.cancelled == []
     (early,) = talk.asked
     return talk, early
-
-
-def test_the_answer_is_begun_before_the_turn_is_over() -> None:
-    talk, early = pausing("Hello.", transcription=Transcription())
-    assert early.early
-    assert talk.prompt() == [("user", "Hello."), ("user", f"{13 * WINDOW / RATE:g} s")]
-    before = talk.prompt()
-    created = talk.hear(0.1, 2)[-1]
-    assert created["response"]["id"] == early.response_id
-    assert [(ask.response_id, ask.early) for ask in talk.asked] == [
-        (early.response_id, True),
-        (early.response_id, False),
-    ]
-    assert talk.prompt() == before
-    assert talk.asked[0].request_id != talk.asked[1].request_id, "in case that the first one has failed"
-    assert talk.cancelled == []
-    assert kinds(talk.take(talk.session.text(early.response_id, "Yes")))[-1].endswith("transcript.delta")
 
 
 @pytest.mark.parametrize(
