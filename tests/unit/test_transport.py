@@ -15,7 +15,7 @@ from zmq import EVENTS
 from omni_actors.errors import InvalidRequest, ProtocolError
 from omni_actors.transport import link as link_module
 from omni_actors.transport.link import STALL_SECONDS, Link, ReceivedCredit, Window
-from omni_actors.transport.sockets import PeerGone, Socket, SocketReader, Sockets, drain, try_send
+from omni_actors.transport.sockets import Socket, SocketReader, Sockets, drain, try_send
 from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
 
@@ -27,26 +27,6 @@ def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> N
                 make(endpoint)
     with pytest.raises(ProtocolError, match="Cannot bind"):
         sockets.pull(f"ipc://{short_path}/missing/inbox")
-
-
-def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
-    router, endpoint = sockets.router(f"ipc://{short_path}/r")
-    with pytest.raises(PeerGone):
-        try_send(router, [b"alice", b"x"])
-    dealer, handshake = sockets.dealer(endpoint, b"alice")
-    try_send(dealer, [b"hello"])
-    until(lambda: drain(router) == [[b"alice", b"hello"]], what="the message")
-    assert try_send(router, [b"alice", b"x"])
-    handshake.close()
-    dealer.close()
-
-    def gone() -> bool:
-        try:
-            return not try_send(router, [b"alice", b"x"])
-        except PeerGone:
-            return True
-
-    until(gone, what="the loss of the peer")
 
 
 def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
@@ -120,26 +100,6 @@ def test_link_keeps_what_has_no_credit_and_sends_it_when_credit_comes(sockets: S
     assert not link.congested
     link.granted(2, 2)
     assert link.settled
-
-
-def test_an_urgent_message_leaves_at_once_whatever_waits_for_credit(sockets: Sockets, short_path: Path) -> None:
-    """No one flushes or grants here: an abort behind a backlog would arrive too late to be of use."""
-    pull, endpoint = sockets.pull(f"ipc://{short_path}/p")
-    link = Link(sockets.push(endpoint), Clock(), window=Window(1, 1000))
-    got: list[bytes] = []
-
-    def came(count: int) -> bool:
-        got.extend(bytes(frames[0]) for frames in drain(pull))
-        return len(got) >= count
-
-    link.send("r", [b"0"])
-    until(lambda: link.flush() or came(1), what="the first message")
-    for number in range(1, 4):
-        link.send("r", [b"%d" % number])
-    link.send_urgent("", [b"urgent"])
-    until(lambda: came(2), what="the urgent message")
-    assert got == [b"0", b"urgent"]
-    assert link.backlog == 3
 
 
 def test_an_urgent_message_that_the_socket_takes_shows_that_it_takes_others(
