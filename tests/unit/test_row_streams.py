@@ -48,25 +48,6 @@ def test_a_request_without_its_row_waits_outside_the_batch():
         assert "a" in scheduler.schedule().num_scheduled_tokens
 
 
-def test_a_preempted_request_waits_in_the_queue_for_the_row_of_its_last_token():
-    scheduler = StreamScheduler()
-    scheduler.open_stream("a", RowStream(1, False, 8))
-    request = CountedRequest("a")
-    scheduler.add_request(request)
-    scheduler.schedule()
-    scheduler.schedule()
-    assert scheduler.waits_for_input("a")
-    scheduler.preempt(request)
-    assert scheduler.waits_for_input("a")
-    assert scheduler.schedule().num_scheduled_tokens == {}
-    assert not scheduler.has_runnable()
-    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
-    assert scheduler.has_runnable()
-    output = scheduler.schedule()
-    assert output.num_scheduled_tokens == {"a": 3}, "its prompt, its first token, and its second"
-    assert list(output.omni_row_updates) == ["a"], "in the step that makes the request known to the worker again"
-
-
 def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
     scheduler = StreamScheduler(places=1)
     scheduler.open_stream("a", RowStream(0, False, 0))
@@ -312,19 +293,6 @@ def test_memory_is_bounded_and_the_beginning_of_a_used_prefix_goes_last() -> Non
     none.use(0)
     computed(none, 0, 13)
     assert len(nothing) == nothing.held_bytes == 0
-
-
-def test_who_begins_with_blocks_that_are_being_computed_waits_for_their_rows() -> None:
-    cache = RowCache(1 << 20, SIZE)
-    first, second, other = follow(cache, "1", "abcd"), follow(cache, "2", "abcx"), follow(cache, "3", "yz")
-    assert not first.waits()
-    first.use(0)
-    assert (first.waits(), second.waits(), other.waits()) == (False, True, False)
-    computed(first, 0, 8)
-    assert second.waits(), "the third block is still computed"
-    computed(first, 8, 12)
-    assert not second.waits()
-    assert second.use(12) == 12
 
 
 def test_no_request_waits_for_one_that_has_ended_or_for_rows_that_are_not_kept() -> None:
