@@ -188,9 +188,7 @@ def voice(name: str) -> Voice:
 
 def test_servers_with_one_folder_have_the_same_voices_and_nobody_else_reads_them(tmp_path: Path) -> None:
     one, other = (VoiceStore(str(tmp_path / "voices"), 10) for _ in range(2))
-    assert other.all() == []
     one.add(voice("Mara"), SAMPLES)
-    assert other.all() == [voice("Mara")]
     assert numpy.array_equal(other.samples(voice("Mara")), SAMPLES)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "voices").iterdir()} == {0o600}
     assert other.remove("mara") == voice("Mara")

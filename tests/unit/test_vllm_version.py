@@ -27,18 +27,8 @@ def distribution(folder: Path, name: str, version: str) -> None:
 
 
 def test_no_other_version_is_supported() -> None:
-    for version in [
-        "0.31.9",
-        "0.3.2",
-        "0.32.0rc1",
-        "0.34.0",
-        "0.34.0.dev1",
-        "0.34.0rc2+cu130",
-        "1.0",
-        "0.1.dev1+g4ba787e",
-        "dev",
-    ]:
-        assert not is_supported(version), version
+    others = ("0.31.9", "0.3.2", "0.32.0rc1", "0.34.0", "0.34.0.dev1", "0.34.0rc2+cu130", "1.0", "0.1.dev1+g4b", "dev")
+    assert not any(map(is_supported, others))
 
 
 def test_the_extras_agree_with_the_range() -> None:
