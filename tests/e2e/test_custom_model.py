@@ -7,8 +7,8 @@ import pytest
 from omni_actors.client import OmniClient
 from omni_actors.client.prompts import to_prompt
 from omni_actors.config import load
+from omni_actors.engine import models
 from omni_actors.engine.arguments import stage_arguments
-from omni_actors.engine.models import load_plugins
 from omni_actors.engine.stage_llm import StageLLM
 from omni_actors.errors import InvalidRequest, UnknownModality
 from omni_actors.protocol.codec import BufferList
@@ -44,11 +44,12 @@ def check_answers(pipeline, checkpoint):
 
 def test_a_plugins_model_answers_as_transformers_does(tiny_llama, monkeypatch):
     """Both of its stages in this process; those of a pipeline: the next test."""
+    monkeypatch.setattr(models, "MODULES", dict(models.MODULES))
     monkeypatch.syspath_prepend(CONFIGURATION.parents[1])
     monkeypatch.setenv("OMNI_ACTORS_ALLOW_IMPORTS", "custom_model")
     pipeline = load(CONFIGURATION, {"model": str(tiny_llama)}).pipeline
     prompt_stage = build_engine(pipeline, pipeline.stage("prompt"), str)
-    load_plugins(pipeline.plugins)
+    models.load_plugins(pipeline.plugins)
     with StageLLM(stage_arguments(pipeline, pipeline.stage("thinker"))) as thinker:
         for text in PROMPTS:
             given, _ = to_prompt(text, (), (), (), None, BufferList())
