@@ -94,7 +94,7 @@ def terminal(launcher: EchoLauncher) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.wait()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_ctrl_c_at_any_point_of_a_call_leaves_the_client_as_it_was(echo):
     """It comes before each line of Python that a call runs, and before each return, of libraries as well."""
 
