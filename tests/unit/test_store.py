@@ -36,16 +36,14 @@ def write_files(folder: Path) -> None:
 
 def test_a_process_that_dies_while_it_writes_leaves_what_others_can_read_and_go_on_with(tmp_path: Path) -> None:
     store = files(tmp_path)
-    for _ in range(2):
-        writer = multiprocessing.get_context("spawn").Process(target=write_files, args=(tmp_path,))
-        writer.start()
-        until(lambda: store.find("file-9"), what="the tenth file")
-        writer.kill()
-        writer.join()
-        kept = store.values()
-        assert 0 < len(kept) <= 100
-        assert all(store.data(one.id) == b"abc" * 1000 for one in kept)
-        store.remove("file-9")
+    writer = multiprocessing.get_context("spawn").Process(target=write_files, args=(tmp_path,))
+    writer.start()
+    until(lambda: store.find("file-9"), what="the tenth file")
+    writer.kill()
+    writer.join()
+    kept = store.values()
+    assert 0 < len(kept) <= 100
+    assert all(store.data(one.id) == b"abc" * 1000 for one in kept)
     assert store.add("mine", uploaded(-1), 3, b"mine")
     assert files(tmp_path).data("mine") == b"mine"
 

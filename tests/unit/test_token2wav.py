@@ -94,7 +94,7 @@ def test_channels_last_vocoder_is_the_same(
     assert torch.allclose(fused(mel), bigvgan.Vocoder(small_bigvgan)(mel).float(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 7, 40])
+@pytest.mark.parametrize("length", [1, 19])
 def test_snake_kernel(length: int):
     torch.manual_seed(length)
     module = Qwen2_5OmniAntiAliasedActivation1d(Qwen2_5OmniSnakeBeta(40)).to(DEVICE).requires_grad_(False)
