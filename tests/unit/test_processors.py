@@ -13,16 +13,7 @@ from omni_actors.protocol.fields import DType, HostTensor, ReplicaId, TensorRef
 from omni_actors.protocol.messages import LATENTS, PIXELS, Chunk, FinishReason, ImageChunk, VideoChunk
 from omni_actors.stage.engine_interface import FinishedEvent, ImageEvent, ProgressEvent, VideoEvent
 from omni_actors.stage.meter import StageMeter
-from omni_actors.stage.processors import (
-    Extend,
-    InputPiece,
-    Latents2Image,
-    Passthrough,
-    PicturesOnly,
-    Skip,
-    Start,
-    Thinker2Talker,
-)
+from omni_actors.stage.processors import Extend, InputPiece, Latents2Image, PicturesOnly, Skip, Start, Thinker2Talker
 from omni_actors.telemetry import metrics as table
 from tests.support.builders import done
 from tests.support.requests import ALICE, again, ask, bring_back, failure, lose, ready, say
@@ -122,19 +113,6 @@ def test_positions_may_come_as_token_ids_with_other_tensors_by_name() -> None:
     assert processor.feed("thinker", InputPiece(final=True, start=6)) == [Extend(None, True, ())]
     with pytest.raises(InvalidPayload, match="position 9 came where 6"):
         processor.feed("thinker", InputPiece(token_ids=[1], start=9))
-
-
-def test_passthrough_joins_sources_in_the_order_of_the_configuration() -> None:
-    processor = Passthrough(2, ("left", "right"))
-    extra = HostTensor(DType.U8, (1,), b"x")
-    assert processor.feed("right", InputPiece(token_ids=[3], start=0)) == []
-    assert processor.feed("right", InputPiece(token_ids=[4], start=1, final=True, scalars={"n": 1})) == []
-    assert processor.feed("left", InputPiece(token_ids=[1, 2], start=0)) == []
-    (start,) = processor.feed("left", InputPiece(token_ids=[2], start=1, final=True, tensors={"extra": extra}))
-    assert list(start.inputs.token_ids) == [1, 2, 3, 4]
-    assert start.inputs.tensors == {"extra": extra}
-    assert start.inputs.scalars == {"n": 1}
-    assert start.inputs.complete
 
 
 def test_a_stage_for_pictures_gets_them_alone_and_has_nothing_to_do_without() -> None:
