@@ -113,13 +113,6 @@ def test_numbers_may_be_written_as_some_languages_write_them() -> None:
         decode(chat(temperature="nan"), CHAT.kind)
 
 
-def test_sampling_fields_become_those_of_the_text_stage() -> None:
-    request = decode(chat(stop=".", logit_bias={"5": -1}, max_tokens=3, max_completion_tokens=4, seed=1), CHAT.kind)
-    assert request.stage_fields() == {"stop": (".",), "logit_bias": {5: -1.0}, "max_tokens": 4}
-    assert decode(chat(stop=["a", "b"]), CHAT.kind).stage_fields() == {"stop": ("a", "b")}
-    assert decode(chat(stop=None, frequency_penalty=None), CHAT.kind).stage_fields() == {}
-
-
 SCHEMA = {"type": "object"}
 
 
@@ -138,51 +131,50 @@ def asked(kind: Any, **fields: Any) -> Any:
     return decode(msgspec.json.format(json.dumps({**LEAST[kind], **fields}), indent=-1).encode(), kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "wanted"),
-    [
-        (CHAT.kind, {"response_format": {"type": "text"}}, None),
-        (CHAT.kind, {"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
-        (CHAT.kind, formed(name="a", schema=SCHEMA, strict=True), StructuredOutputs(json='{"type":"object"}')),
-        (
-            CHAT.kind,
-            {"response_format": {"type": "structural_tag", "format": SCHEMA}},
-            StructuredOutputs(structural_tag='{"type":"structural_tag","format":{"type":"object"}}'),
-        ),
-        (CHAT.kind, {"structured_outputs": None}, None),
-        (CHAT.kind, {"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json='{"type":"object"}')),
-        (CHAT.kind, {"structured_outputs": {"json": "{}"}}, StructuredOutputs(json="{}")),
-        (CHAT.kind, {"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
-        (ResponsesRequest, {"text": {"format": {"type": "text"}}}, None),
-        (ResponsesRequest, {"text": {"format": {"type": "json_object"}}}, StructuredOutputs(json_object=True)),
-        (
-            ResponsesRequest,
-            {"text": {"format": {**FORM, "schema": SCHEMA}}},
-            StructuredOutputs(json='{"type":"object"}'),
-        ),
-    ],
-)
-def test_the_form_of_an_answer(kind: Any, fields: dict[str, Any], wanted: StructuredOutputs | None) -> None:
-    assert asked(kind, **fields).stage_fields().get("structured_outputs") == wanted
+FORMS = [
+    (CHAT.kind, {"response_format": {"type": "text"}}, None),
+    (CHAT.kind, {"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+    (CHAT.kind, formed(name="a", schema=SCHEMA, strict=True), StructuredOutputs(json='{"type":"object"}')),
+    (
+        CHAT.kind,
+        {"response_format": {"type": "structural_tag", "format": SCHEMA}},
+        StructuredOutputs(structural_tag='{"type":"structural_tag","format":{"type":"object"}}'),
+    ),
+    (CHAT.kind, {"structured_outputs": None}, None),
+    (CHAT.kind, {"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json='{"type":"object"}')),
+    (CHAT.kind, {"structured_outputs": {"json": "{}"}}, StructuredOutputs(json="{}")),
+    (CHAT.kind, {"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
+    (ResponsesRequest, {"text": {"format": {"type": "text"}}}, None),
+    (ResponsesRequest, {"text": {"format": {"type": "json_object"}}}, StructuredOutputs(json_object=True)),
+    (ResponsesRequest, {"text": {"format": {**FORM, "schema": SCHEMA}}}, StructuredOutputs(json='{"type":"object"}')),
+]
+COUNTS = [  # of log probabilities
+    (CHAT.kind, {"logprobs": False, "top_logprobs": 0}, None),
+    (CHAT.kind, {"logprobs": True}, 0),
+    (CHAT.kind, {"logprobs": True, "top_logprobs": 20}, 20),
+    (CompletionRequest, {"logprobs": 5}, 5),
+    (ResponsesRequest, {}, None),
+    (ResponsesRequest, {"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
+    (ResponsesRequest, LOGPROBS, 0),
+    (ResponsesRequest, {**LOGPROBS, "top_logprobs": 3}, 3),
+]
+SAMPLING = [
+    ({"stop": ".", "max_tokens": 3, "seed": 1}, {"stop": (".",), "max_tokens": 3}),
+    (
+        {"logit_bias": {"5": -1}, "max_tokens": 3, "max_completion_tokens": 4},
+        {"logit_bias": {5: -1.0}, "max_tokens": 4},
+    ),
+    ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+    ({"stop": None, "frequency_penalty": None}, {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "wanted"),
-    [
-        (CHAT.kind, {"logprobs": False, "top_logprobs": 0}, None),
-        (CHAT.kind, {"logprobs": True}, 0),
-        (CHAT.kind, {"logprobs": True, "top_logprobs": 20}, 20),
-        (CompletionRequest, {"logprobs": 5}, 5),
-        (ResponsesRequest, {}, None),
-        (ResponsesRequest, {"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, None),
-        (ResponsesRequest, LOGPROBS, 0),
-        (ResponsesRequest, {**LOGPROBS, "top_logprobs": 3}, 3),
-    ],
-)
-def test_log_probabilities_are_asked_for_as_each_route_has_it(
-    kind: Any, fields: dict[str, Any], wanted: int | None
-) -> None:
-    assert asked(kind, **fields).stage_fields().get("logprobs") == wanted
+def test_fields_become_those_of_the_text_stage() -> None:
+    for fields, stage_fields in SAMPLING:
+        assert asked(CHAT.kind, **fields).stage_fields() == stage_fields
+    for name, rows in (("structured_outputs", FORMS), ("logprobs", COUNTS)):
+        found = [asked(kind, **fields).stage_fields().get(name) for kind, fields, _ in rows]
+        assert found == [wanted for *_, wanted in rows]
 
 
 @pytest.mark.parametrize(

@@ -225,18 +225,18 @@ def collect(readers: TwoReaders, count: int, timeout: float = 0.5) -> list[str]:
 
 def test_order_is_kept_whoever_reads(readers: TwoReaders) -> None:
     readers.start()
-    sender = threading.Thread(target=readers.send, args=range(5_000))
+    sender = threading.Thread(target=readers.send, args=range(10_000))
     sender.start()
     chance = random.Random(5)
     got = readers.take(0)
     until(lambda: readers.reads > 0)  # while this thread does something else
     deadline = time.monotonic() + 20
-    while len(got) < 5_000 and time.monotonic() < deadline:
+    while len(got) < 10_000 and time.monotonic() < deadline:
         got += readers.take(chance.choice((0, 0.001, 0.1)), chance.choice((1, 10, 10**6)))
         if chance.random() < 0.02:
             time.sleep(0.002)
     sender.join()
-    assert got == [str(number) for number in range(5_000)]
+    assert got == [str(number) for number in range(10_000)]
     assert readers.reads > 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from omni_actors import logs
 from omni_actors.cli.chat import find_speaker
 from omni_actors.errors import EngineError
-from omni_actors.logs import LINES, PERIOD_SECONDS, LineLimit, trace_of
+from omni_actors.logs import LINES, trace_of
 from tests.support.waiting import until
 
 
@@ -44,22 +43,6 @@ def test_a_trace_names_types_and_places_and_no_message() -> None:
     places = [line.rpartition("/")[2] for line in (*lines[1:3], lines[4])]
     assert [place.partition(":")[0] for place in places] == ["test_logs.py"] * 3
     assert [place.rpartition(" in ")[2] for place in places] == ["trace", "divide", "divide"]
-
-
-def line(number: int, text: str) -> logging.LogRecord:
-    return logging.LogRecord("somewhere", logging.WARNING, "", number, text, (), None)
-
-
-def test_a_place_that_logs_too_much_is_cut_off_and_counted() -> None:
-    limit = LineLimit()
-    assert [limit.admits(line(1, "a"), 0.0) for _ in range(LINES + 3)] == [True] * LINES + [False] * 3
-    assert limit.admits(line(2, "b"), 0.0), "other places go on"
-    assert limit.left_out(PERIOD_SECONDS - 1) == []
-    ((count, last),) = limit.left_out(PERIOD_SECONDS)
-    assert count == 3
-    assert last.msg == "a"
-    assert limit.admits(line(1, "a"), PERIOD_SECONDS)
-    assert limit.left_out(3 * PERIOD_SECONDS) == []
 
 
 FLOOD = """
