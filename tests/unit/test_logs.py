@@ -83,6 +83,7 @@ def test_a_flood_is_bounded_and_a_removed_file_is_made_again(tmp_path: Path) -> 
     assert before.count("INFO") == before.count("died") == 20
     assert "after\n" in after
     assert f"{8000 - LINES} lines like this one were left out: dropped a message: xxx" in after
+    assert after.count("left out: dropped a message") == 1
     assert after.count("dropped a message") == 2, "a place may log again after a while"
     assert after.endswith("plain output\n")
     assert os.stat(log).st_mode & 0o777 == 0o600
