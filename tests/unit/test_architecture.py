@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
 from scripts import lines_per_package
 from tests.support.commands import python
@@ -76,15 +75,9 @@ ONLY_IN = {  # third-party module -> who may import it
 PURE = {"zmq", "asyncio", "threading", "socket", "time", "queue", "subprocess", "logging", "os"}
 
 
-def owner(path: Path) -> str:
-    """The package or module of the table that a file belongs to."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
-
-
 def test_libraries_are_imported_by_their_owners_only() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
-        me = owner(path)
+        me = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for name in re.findall(r"^ *(?:import|from) (\S+)", path.read_text("utf-8"), re.M):
             library = name.split(".")[0]
             assert library, f"{path}: relative import"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from transformers import PretrainedConfig
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.sample.ops import topk_topp_triton
 
@@ -22,11 +23,13 @@ from omni_actors.engine.core import StepFailed, device_is_lost
 from omni_actors.engine.diffusion import picture_events
 from omni_actors.engine.encoded_requests import check_feature, merged_patches
 from omni_actors.engine.models import CHAT, checkpoint_architecture, find_model_spec, load_plugins
+from omni_actors.engine.models.code_talker import CodecOutputs
 from omni_actors.engine.models.frame_talker import FrameOutputs
 from omni_actors.engine.models.minicpm_o.config import QUERIES, MiniCpmOConfig, hearing_part, seeing_part
 from omni_actors.engine.models.minicpm_o.pictures import PIXELS, SIZES, patches_of, slices_of
 from omni_actors.engine.models.minicpm_o.prompt import media_embeddings
 from omni_actors.engine.models.qwen2_5_omni.thinker import Qwen2_5OmniThinkerAdapter
+from omni_actors.engine.models.qwen3_omni.talker import SPEC
 from omni_actors.engine.models.qwen3_omni.thinker import TokenOutputs
 from omni_actors.engine.rows import check_rows, to_host, to_torch
 from omni_actors.engine.sampling import GrammarCompiler, check_prompt_logprobs, make_sampling_params
@@ -221,18 +224,12 @@ def test_features_must_lie_inside_the_prompt():
 
 @pytest.mark.parametrize(("count", "ends"), [(30, False), (24, False), (24, True), (5, True), (1, True)])
 def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> None:
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine import FinishReason as VllmFinishReason
-
-    from omni_actors.engine.models.code_talker import CodecOutputs
-
-    end = 99
-    outputs = CodecOutputs("r", frozenset({end}), 12)
+    outputs = CodecOutputs("r", frozenset({END}), 12)
     events = []
     for index in range(count):
         last = index == count - 1
-        reason = (VllmFinishReason.STOP if ends else VllmFinishReason.LENGTH) if last else None
-        token = end if last and ends else index
+        reason = (FinishReason.STOP if ends else FinishReason.LENGTH) if last else None
+        token = END if last and ends else index
         events += outputs.convert(EngineCoreOutput("r", [token], finish_reason=reason))
     spoken = count - ends
     assert [token for event in events for token in event.token_ids] == list(range(spoken))
@@ -242,10 +239,6 @@ def test_codec_tokens_leave_by_blocks_of_the_vocoder(count: int, ends: bool) -> 
 
 
 def test_a_checkpoint_without_a_talker_says_what_to_do():
-    from transformers import PretrainedConfig
-
-    from omni_actors.engine.models.qwen3_omni.talker import SPEC
-
     empty = PretrainedConfig()
     assert SPEC.hf_overrides(empty) is empty
     for parts in ({}, {"talker_config": None}, {"talker_config": object(), "enable_audio_output": False}):
