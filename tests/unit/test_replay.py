@@ -356,6 +356,23 @@ def test_a_group_that_crashes_is_halved_until_the_culprit_runs_alone() -> None:
     assert not any(request.suspected_by for request in state.active.values())
 
 
+def test_suspects_that_the_stage_finishes_are_cleared_and_the_next_group_runs() -> None:
+    state = ready(max_in_flight=9)
+    ask_all(state, "abcd")
+    restart(state, "thinker")
+    restart(state, "thinker")
+    assert on(state) == "ab"
+    finish(state, "a")
+    assert opened_requests(state.tick(NOW)) == set()
+    finish(state, "b")
+    assert opened_requests(state.tick(NOW)) == {"c", "d"}
+    finish(state, "c")
+    ask_all(state, "n")
+    assert on(state) == "d", "others wait"
+    finish(state, "d")
+    assert opened_requests(state.tick(NOW)) == {"n"}
+
+
 def test_a_suspect_that_runs_for_longer_than_it_took_to_crash_is_cleared() -> None:
     state = ready(max_in_flight=9)
     ask_all(state, "ab")
