@@ -251,6 +251,17 @@ def test_clients_are_served_and_peers_announced_once_all_that_ran_is_here() -> N
     assert serves(world.wait(RESTORE_SECONDS)) == 0
 
 
+def test_clients_do_not_wait_long_for_a_process_that_does_not_come() -> None:
+    world = World()
+    world.node_hello(*running(*STAGES), launched=True)
+    world.hello("talker", epoch=500)
+    world.says("talker", Ready(seconds=0.1))
+    assert serves(world.wait(RESTORE_SECONDS - 0.5)) == 0
+    late = world.wait(1.0)
+    assert serves(late) == 1
+    assert to_stage(late, Peers) == ["talker/0"]
+
+
 def test_a_stage_that_this_coordinator_knows_and_that_says_hello_again_registers_anew() -> None:
     """Its connection was lost, and with it what was on its way."""
     world = World().launch()
@@ -279,6 +290,7 @@ def test_a_process_that_the_pipeline_does_not_need_is_killed_by_its_node_and_ref
     assert to_stage(world.hello("talker", epoch=400), Shutdown) == ["talker/0"]
     assert world.fleet.dropped == {"control_of_unknown_replica": 1}
     assert world.replica("talker").replica_id != foreign
+    assert to_stage(world.hello("talker", epoch=499, spawn_epoch=500), Welcome) == [], "an earlier life of its own"
 
 
 def test_a_node_that_does_not_come_back_is_given_up() -> None:
@@ -337,6 +349,20 @@ def scaled(count: int = 3, **talker: Any) -> World:
         if not replica.registered:
             world.ready("talker", replica.index)
     return world
+
+
+def test_a_replica_that_left_does_not_come_back_and_one_that_was_leaving_ends() -> None:
+    world = scaled()
+    for index in (1, 2):
+        world.replica("talker", index).hold("r")
+    world.scale("talker", 1)
+    world.replica("talker", 2).release("r")
+    world.tick()
+    world.ended("talker", 2)
+    world.seen.clear()
+    world.restart_coordinator()
+    assert [replica.name for replica in world.fleet.replicas.of("talker")] == ["talker/0"]
+    assert [kill.process.replica for kill in to_node(world.seen, KillReplica)] == [1], "its requests are lost anyway"
 
 
 def test_what_died_with_the_coordinator_starts_again_in_its_place() -> None:

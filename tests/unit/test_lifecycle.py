@@ -31,6 +31,7 @@ from tests.support.builders import header_from, submit
 from tests.support.requests import (
     ALICE,
     BOB,
+    CHUNK,
     NOW,
     STAGES,
     aborts,
@@ -42,8 +43,21 @@ from tests.support.requests import (
     opened_stages,
     ready,
     replica_id,
+    say,
 )
 from tests.support.stage import ROUTE, RecordingEngine, StageUnderTest, failed
+
+
+def test_submit_opens_later_stages_first_and_gives_the_prompt_to_the_entry() -> None:
+    instructions = ask(ready(), params={"talker": StageParams(top_k=5)})
+    assert [item.replica_id for item in instructions] == [replica_id(stage) for stage in reversed(STAGES)]
+    for item in instructions:
+        entry = item.replica_id.stage == "prompt"
+        assert item.body.route == tuple(replica_id(stage) for stage in STAGES)
+        assert (item.body.prompt is not None) == entry
+        assert list(item.buffers) == ([b"media"] if entry else [])
+        assert item.body.params == (StageParams(top_k=5) if item.replica_id.stage == "talker" else StageParams())
+        assert item.deadline == NOW + 600
 
 
 def test_prompts_that_no_replica_takes_are_refused_before_any_stage_sees_them() -> None:
@@ -112,6 +126,19 @@ def test_ids_that_would_forge_a_line_of_a_log_and_deadlines_that_say_nothing(hea
     if code is not None:
         assert failure(instructions).code is code
         assert failure(instructions).message.isprintable()
+
+
+def test_results_reach_the_client_numbered_and_filtered() -> None:
+    state = ready()
+    ask(state)
+    first = ToClient(ALICE, "r1", 0, TextDelta(text="a"))
+    assert say(state, "thinker", TextDelta(text="a"), 0) == [first]
+    assert say(state, "code2wav", CHUNK, 0, buffers=(b"1234",)) == [ToClient(ALICE, "r1", 1, CHUNK, (b"1234",))]
+    assert say(state, "talker", TextDelta(text="x"), 0) == [], "the talker has no outputs"
+    assert say(state, "thinker", CHUNK, 1) == [], "the thinker has no audio output"
+    ask(state, "r2", ALICE, "audio")
+    assert say(state, "thinker", TextDelta(text="a"), request_id="r2") == [], "audio alone was asked for"
+    assert say(state, "code2wav", CHUNK, request_id="r2") == [ToClient(ALICE, "r2", 0, CHUNK)]
 
 
 def test_only_the_owner_ends_its_request_and_a_stage_that_shuts_down_takes_no_more() -> None:

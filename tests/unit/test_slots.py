@@ -74,6 +74,19 @@ def turns(made: FairQueue, running: list[Ticket], count: int) -> list[str]:
     return order
 
 
+def test_freed_slots_go_to_clients_below_their_share() -> None:
+    made = slots(12)
+    flood(made, 100, "flooder", priority=-1000)
+    running = []
+    while (got := made.next()) is not None:
+        running.append(got)
+    assert len(running) == 11
+    flood(made, 100, "other", priority=5)
+    assert granted(made) == ["other"]
+    assert turns(made, running, 5) == ["", *["other"] * 4], "one is kept again, then priorities do not count"
+    assert turns(made, running, 3) == ["flooder"] * 3, "until it, too, is below its share"
+
+
 def test_within_their_shares_urgent_requests_go_first_then_those_of_clients_with_fewer_slots() -> None:
     made = slots(3, MANY)
     running = [ticket("a"), ticket("b"), ticket("a")]
