@@ -15,7 +15,7 @@ from zmq import EVENTS
 from omni_actors.errors import InvalidRequest, ProtocolError
 from omni_actors.transport import link as link_module
 from omni_actors.transport.link import STALL_SECONDS, Link, ReceivedCredit, Window
-from omni_actors.transport.sockets import Socket, SocketReader, Sockets, drain, try_send
+from omni_actors.transport.sockets import PeerGone, Socket, SocketReader, Sockets, drain, try_send
 from tests.support.clock import Clock
 from tests.support.waiting import eventually, until
 
@@ -27,6 +27,26 @@ def test_bad_endpoints_are_typed_errors(sockets: Sockets, short_path: Path) -> N
                 make(endpoint)
     with pytest.raises(ProtocolError, match="Cannot bind"):
         sockets.pull(f"ipc://{short_path}/missing/inbox")
+
+
+def test_router_raises_when_a_peer_is_gone(sockets: Sockets, short_path: Path) -> None:
+    router, endpoint = sockets.router(f"ipc://{short_path}/r")
+    with pytest.raises(PeerGone):
+        try_send(router, [b"alice", b"x"])
+    dealer, handshake = sockets.dealer(endpoint, b"alice")
+    try_send(dealer, [b"hello"])
+    until(lambda: drain(router) == [[b"alice", b"hello"]], what="the message")
+    assert try_send(router, [b"alice", b"x"])
+    handshake.close()
+    dealer.close()
+
+    def gone() -> bool:
+        try:
+            return not try_send(router, [b"alice", b"x"])
+        except PeerGone:
+            return True
+
+    until(gone, what="the loss of the peer")
 
 
 def test_link_is_bounded_in_messages_and_bytes(sockets: Sockets, short_path: Path) -> None:
