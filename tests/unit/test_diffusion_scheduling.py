@@ -254,6 +254,13 @@ def test_later_jobs_pass_a_request_that_waits_and_new_requests_do_not() -> None:
     assert admitted(budget, "a", 1, job(step=20), a), "only its end makes room for the others"
 
 
+def test_a_job_waits_until_each_job_in_progress_could_take_its_dearest_step() -> None:
+    budget = DeviceBudget(LIMIT)
+    budget.begin_step()
+    assert budget.admits("a", job(held=20, step=5, final=50, steps=3))
+    assert not budget.admits("b", job(held=35, step=5, steps=3)), "with it, the last step of the first would not fit"
+
+
 @dataclass
 class Spoken:
     """A request in the simulation: its jobs, and how many steps of the present one are done."""

@@ -48,6 +48,25 @@ def test_a_request_without_its_row_waits_outside_the_batch():
         assert "a" in scheduler.schedule().num_scheduled_tokens
 
 
+def test_a_preempted_request_waits_in_the_queue_for_the_row_of_its_last_token():
+    scheduler = StreamScheduler()
+    scheduler.open_stream("a", RowStream(1, False, 8))
+    request = CountedRequest("a")
+    scheduler.add_request(request)
+    scheduler.schedule()
+    scheduler.schedule()
+    assert scheduler.waits_for_input("a")
+    scheduler.preempt(request)
+    assert scheduler.waits_for_input("a")
+    assert scheduler.schedule().num_scheduled_tokens == {}
+    assert not scheduler.has_runnable()
+    scheduler.push_rows("a", torch.zeros(1, 3), complete=False)
+    assert scheduler.has_runnable()
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 3}, "its prompt, its first token, and its second"
+    assert list(output.omni_row_updates) == ["a"], "in the step that makes the request known to the worker again"
+
+
 def test_a_scheduler_that_found_nothing_sleeps_until_something_happens():
     scheduler = StreamScheduler(places=1)
     scheduler.open_stream("a", RowStream(0, False, 0))
