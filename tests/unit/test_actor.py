@@ -151,6 +151,31 @@ def test_undecodable_messages_fail_their_request_known_or_not() -> None:
     assert stage.held() == EMPTY
 
 
+def test_a_new_attempt_is_another_request_to_the_engine() -> None:
+    stage = StageUnderTest("thinker")
+    stage.expect(attempt=0)
+    stage.tokens("ab", attempt=0)
+    stage.abort(attempt=0)
+    stage.expect(attempt=1)
+    stage.tokens("ab", attempt=0)
+    assert stage.actor.dropped == {"foreign_epoch": 1}
+    stage.tokens("ab", attempt=1)
+    assert [call[:2] for call in stage.engine.calls if call[0] == "abort"] == [("abort", "r1")]
+    assert stage.engine.held == {"r1~1"}
+    assert stage.do(TextEvent("r1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 1
+    (message,) = stage.do(TextEvent("r1~1", "x", [1]))
+    assert message.header.request_id == "r1"
+    assert message.header.attempt == 1
+    assert message.header.seq == 0
+    stage.engine.held.clear()
+    stage.do(FinishedEvent("r1~1", FinishReason.STOP, 1, 1))
+    stage.ended()
+    assert stage.held() == EMPTY
+    assert stage.do(TextEvent("r1~1", "late", [1])) == []
+    assert stage.actor.dropped["event_of_ended_request"] == 2
+
+
 @pytest.mark.parametrize("aborted", [True, False])
 def test_chunks_of_the_next_attempt_may_come_first(aborted: bool) -> None:
     stage = StageUnderTest("thinker")
