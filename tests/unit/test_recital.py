@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from omni_actors.client import Audio, RequestStream, Text
 from omni_actors.client.prompts import speech_ability
-from omni_actors.errors import StageUnavailable
+from omni_actors.errors import Overloaded, StageUnavailable
 from omni_actors.http_server.encoders import PcmEncoder
 from omni_actors.http_server.speech.recital import (
     LONGEST,
@@ -40,6 +40,8 @@ class Pipeline:
         self.streams: dict[str, RequestStream] = {}
 
     async def ask(self, text: str, more_text: bool = False) -> RequestStream:
+        if text == "refused":
+            raise Overloaded("Too many.")
         stream = self.streams[text] = RequestStream(text, lambda _: None, lambda *_: None)
         return stream
 
@@ -72,6 +74,19 @@ async def test_the_next_piece_is_asked_for_with_the_first_sound_of_the_one_befor
     assert [await item_of(recital) for _ in range(2)] == [None, None], "a piece without text is not spoken"
     assert len(utterance.usages) == 3
     with pytest.raises(StopAsyncIteration):
+        await item_of(recital)
+
+
+async def test_a_piece_that_cannot_be_asked_for_fails_when_its_turn_comes() -> None:
+    pipeline = Pipeline()
+    utterance = Utterance(cast(TextSpeaker, pipeline), PcmEncoder("pcm", 24_000))
+    recital = Recital(TextPiece(utterance, text) for text in ("one", "refused"))
+    reading = asyncio.create_task(item_of(recital))
+    await asyncio.sleep(0)
+    for item in (SOUND, SOUND, END):
+        pipeline.streams["one"].deliver(item)
+    assert [await reading, await item_of(recital), await item_of(recital)] == [SOUND, SOUND, None]
+    with pytest.raises(Overloaded):
         await item_of(recital)
 
 
