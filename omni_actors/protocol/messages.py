@@ -47,6 +47,7 @@ from omni_actors.protocol.payloads import (
     Parameter,
     PositionLogprobs,
     Prompt,
+    PromptEmbedsPayload,
     PromptPosition,
     SpeechAbility,
     StageParams,
@@ -291,6 +292,8 @@ class Chunk(Body, tag="chunk", frozen=True):
 
     def __post_init__(self) -> None:
         check_token_ids(self.token_ids)
+        if ROWS in self.tensors:
+            PromptEmbedsPayload(self.tensors[ROWS])  # checks their form
 
     def tensor_refs(self) -> tuple[TensorRef, ...]:
         """References to the tensors whose bytes travel as buffers of the message."""

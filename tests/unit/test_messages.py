@@ -135,6 +135,10 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ),
     ("multiple of 4", lambda: unpack_token_ids(b"abc")),
     ("multiple of 4", lambda: messages.Chunk(token_ids=b"abc")),
+    *(
+        (r"of shape \[positions, width\]", lambda ref=ref: messages.Chunk(tensors={messages.ROWS: ref}))
+        for ref in (TensorRef(DType.I32, (2, 4), 0), TensorRef(DType.F32, (8,), 0), TensorRef(DType.F32, (0, 4), 0))
+    ),
     *(("stage", lambda word=word: OPERATE(messages.Operation(word), "")) for word in ("drain", "restart", "scale")),
     *(("stage", lambda word=word: OPERATE(messages.Operation(word), "x")) for word in ("status", "shutdown")),
     ("needs a count", lambda: OPERATE(messages.Operation.SCALE, "talker")),
