@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 from tests.support.paths import REPOSITORY
 from tools.checkpoints.reference import load_reference_model
+from tools.speaker import train
 from tools.speaker.codec import PHONES, SOUNDS, Sound
 from tools.speaker.conversations import IGNORED, Conversation, Question, examples_of, inputs_of
 from tools.speaker.judge import Judge
@@ -126,3 +129,24 @@ def test_the_talkers_loss_is_that_of_transformers(processor: Any, monkeypatch: p
         wanted = functional.cross_entropy(logits, batch["target"].flatten(), ignore_index=IGNORED)
         guides = [guide_loss(made.attentions[layer][:, :3:2], batch["key"], batch["want"]) for layer in GUIDED]
     assert float(loss) == pytest.approx(float(wanted + GUIDE_WEIGHT * torch.stack(guides).mean()), rel=1e-5)
+
+
+def test_batches_come_again_while_others_are_made_until_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of batches of 808 bytes there is room for four; the workers have another one after each fifth step."""
+    monkeypatch.setattr(train, "KEPT", 3300)
+    wanted = threading.Semaphore(0)
+
+    def make() -> Iterator[dict[str, Any]]:
+        for number in range(10):
+            assert wanted.acquire(timeout=60)
+            yield {"row": np.full(100, number), "number": np.array([number]), "size": np.array(number)}
+
+    batches, seen = train.fed(make(), "cpu", random.Random(1)), list[int]()
+    for step in range(10 * train.USES):
+        if step % train.USES == 0:
+            wanted.release()
+        batch = next(batches)
+        assert batch["row"].tolist() == [batch["size"]] * 100
+        seen.append(batch["size"])
+    assert seen[:: train.USES] == [*range(10)]
+    assert {step // train.USES - number for step, number in enumerate(seen)} == {0, 1, 2, 3}

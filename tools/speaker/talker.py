@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from tools.speaker.codec import SOUNDS, VOICES, Codes, encode
+from tools.speaker.codec import SOUNDS, VOICES, Codes, Voice, encode
 from tools.speaker.conversations import IGNORED, Conversations, examples_of
 from tools.speaker.layers import LENGTHS, Graphs, Layers, attend_at_once, embedded
 from tools.speaker.teacher import speak
@@ -35,6 +35,7 @@ WRONG_CODES, WITH_WRONG_CODES = 0.25, 0.6  # at most this part of what is heard 
 STRANGE = 0.1  # of the prompts' messages are noise: what is said must not depend on sounds and pictures there
 MEDIA, WITH_MEDIA = (0.2, 0.3), 0.2  # of the questions have a sound, or a picture; of the batches have any
 VOICE, END, PAD = 0, 1, 2  # rows behind those of the thinker
+SAID = 20_000  # replies whose codes a worker keeps
 AT_ONCE = 4  # batches that are drawn together, from short replies to long ones
 FILLS = {"target": IGNORED, "key": -1, "want": -1}
 
@@ -99,6 +100,7 @@ class Talker:
         self.media = [model.config.thinker_config.audio_token_id, model.config.thinker_config.image_token_id]
         self.voices = {name: int(fields["bos_token"]) for name, fields in model.speaker_map.items()}
         self.text_ends = [config.tts_text_end_token_id, config.tts_text_pad_token_id]
+        self.said = dict[tuple[str, str], Codes]()  # by voice and reply
         self.pad, self.start, self.end = (getattr(config, f"tts_codec_{n}_token_id") for n in ("pad", "start", "end"))
 
     def batches(self, rng: random.Random) -> Iterator[dict[str, Tensor]]:
@@ -107,7 +109,7 @@ class Talker:
             asked = self.conversations.draw(rng, AT_ONCE * self.batch, media=rng.random() < WITH_MEDIA)
             voice = rng.choice(list(VOICES.values()))
             replies = [one.turns[-1].wanted for one in asked]
-            said = [encode(one, voice)[0] for one in speak(replies, voice, wave=False)]
+            said = self.codes(replies, voice)
             fits = [number for number, codes in enumerate(said) if SHORTEST <= len(codes) <= LONGEST]
             fits.sort(key=lambda number: len(said[number]))  # replies of a batch are made equally long
             for first in range(0, len(fits) - self.batch + 1, self.batch):
@@ -119,6 +121,15 @@ class Talker:
                     for number, size in zip(some, sizes, strict=True)
                 ]
                 yield padded(rows) | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
+
+    def codes(self, replies: Sequence[str], voice: Voice) -> list[Codes]:
+        """Returns the teacher's codes of replies; every second one was said before."""
+        if len(self.said) > SAID:
+            self.said.clear()
+        new = [reply for reply in dict.fromkeys(replies) if (voice.name, reply) not in self.said]
+        for reply, utterance in zip(new, speak(new, voice, wave=False), strict=True):
+            self.said[voice.name, reply] = encode(utterance, voice)[0]
+        return [self.said[voice.name, reply] for reply in replies]
 
     def row(self, rng: random.Random, reply: str, codes: Codes, size: int, whole: int, voice: str) -> dict[str, Tensor]:
         """Returns the arrays of one reply; negative numbers in `source` are rows behind the thinker's.
@@ -170,8 +181,10 @@ class Talker:
 
     def loss(self, batch: dict[str, Tensor], done: float) -> Tensor:
         """Returns the loss of the codes and of the guided attention."""
-        if "text_side" not in batch:  # the same when the batch comes again
+        if "text_side" not in batch:  # the same when the batch comes again, so that what it is made of can go
             batch["text_side"] = self.text_side(batch)
+            for name in [name for name in batch if name.startswith("thinker_")]:
+                del batch[name]
         place = torch.arange(batch["code"].shape[1], device=batch["code"].device)[None]
         codec = self.module.get_input_embeddings()(batch["code"]) * (place >= batch["prompt"])[..., None]
         inputs = self.module.thinker_to_talker_proj(batch["text_side"] + codec)

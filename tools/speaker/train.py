@@ -31,7 +31,7 @@ from tools.speaker.vocoder import Vocoder
 WARM_UP, FLOOR = 200, 0.02  # steps; of the rate, at the end
 SAVE_SECONDS, REPORTS = 40, 100  # between two saves; lines of a run
 AVERAGE = 0.999  # each step keeps this much of the average of the weights, which is what is saved
-KEPT, USES = 48, 5  # batches that are kept on the device; how often each is used, on average at most
+KEPT, USES = 12 << 30, 5  # bytes of batches that are kept on the device; how often each is used, on average at most
 SEED = 1
 Batch = dict[str, Any]  # tensors, and sizes
 
@@ -123,11 +123,11 @@ def train(name: str, folder: Path, options: Namespace) -> None:
 
 
 def fed(loader: Iterable[dict[str, npt.NDArray[Any]]], device: str, rng: random.Random) -> Iterator[Batch]:
-    """Yields batches on the device: a new one, or while the workers make it, one of the last ones again.
+    """Yields batches on the device: a new one, or while the workers make it, one of those before again.
 
-    Making examples takes longer than learning from them.
+    Making examples takes longer than learning from them, and one that comes again at once teaches little.
     """
-    batches, kept, count, uses = iter(loader), deque[Batch](maxlen=KEPT), 0, 0
+    batches, kept, count, uses = iter(loader), deque[Batch](), 0, 0
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, batches)
         while True:
@@ -137,10 +137,17 @@ def fed(loader: Iterable[dict[str, npt.NDArray[Any]]], device: str, rng: random.
                 # Copied by this thread: no other one may use a GPU while a graph is recorded. Numbers are sizes.
                 kept.append({k: torch.from_numpy(v).to(device) if v.ndim else int(v) for k, v in arrays.items()})
                 batch = kept[-1]
+                while sum(map(size_of, kept)) > KEPT:
+                    kept.popleft()
             else:
                 batch = rng.choice(kept)
             uses += 1
             yield batch
+
+
+def size_of(batch: Batch) -> int:
+    """Returns the bytes of a batch's tensors."""
+    return sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${1:?train.sh needs a folder for the checkpoint} seconds=${2:-1800}
 shift $(($# < 2 ? $# : 2))
-early=$((seconds * 9 / 20)) jobs=()
+early=$((seconds * 2 / 5)) jobs=()
 if command -v nvidia-cuda-mps-control >/dev/null; then # kernels of several processes side by side
     CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) && export CUDA_MPS_PIPE_DIRECTORY
     export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
