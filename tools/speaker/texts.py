@@ -22,7 +22,7 @@ SHAPES = ("circle", "square", "triangle")
 ASK = ("{0}?", "{0}?", "{0}?", "{0}", "{0}", "{0}.", "{0}.", "{0}!", "Please tell me: {0}?", "And now: {0}?")
 # How often each kind of task is drawn: for the thinker, and for the talker, which needs no practice in refusing.
 THINKER_KINDS = {"say": 32, "sum": 20, "spell": 13, "count": 6, "fact": 24, "toy": 22}
-TALKER_KINDS = {"say": 60, "sum": 7, "spell": 7, "count": 4, "fact": 21, "toy": 1}
+TALKER_KINDS = {"say": 75, "sum": 5, "spell": 5, "count": 3, "fact": 11, "toy": 1}
 ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
