@@ -125,7 +125,8 @@ print("setup: imports work:", ", ".join(f"{name} {version}" for name, version in
 PYTHON
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" "${locked[@]}" --quiet; }
+# pip shows what setuptools warns of, also when it is quiet, and that warns of every editable installation.
+pip() { PYTHONWARNINGS=ignore "$venv/bin/python" -m pip --disable-pip-version-check "$@" "${locked[@]}" --quiet; }
 
 locked=(--constraint "$repo_root/constraints.txt")
 if [[ "$latest" == true || "$flavour" == cuda ]]; then locked=(); fi
