@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks style, types and licences, then runs the tests that every change needs: under 20 minutes on two cores.
+# Checks style, types and licences, then runs the tests that every change needs: a quarter of an hour on two idle cores.
 #
 #   scripts/test.sh [--venv DIR] [PYTEST ARGUMENTS]
 #
