@@ -137,7 +137,7 @@ def fed(loader: Iterable[dict[str, npt.NDArray[Any]]], device: str, rng: random.
                 # Copied by this thread: no other one may use a GPU while a graph is recorded. Numbers are sizes.
                 kept.append({k: torch.from_numpy(v).to(device) if v.ndim else int(v) for k, v in arrays.items()})
                 batch = kept[-1]
-                while sum(map(size_of, kept)) > KEPT:
+                while len(kept) > 1 and sum(map(size_of, kept)) > KEPT:
                     kept.popleft()
             else:
                 batch = rng.choice(kept)
