@@ -132,7 +132,7 @@ def test_the_talkers_loss_is_that_of_transformers(processor: Any, monkeypatch: p
 
 
 def test_batches_come_again_while_others_are_made_until_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of batches of 808 bytes there is room for four; the workers have another one after each fifth step."""
+    """Of batches of 808 bytes there is room for four; the workers have another one only when each was used enough."""
     monkeypatch.setattr(train, "KEPT", 3300)
     wanted = threading.Semaphore(0)
 

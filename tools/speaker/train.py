@@ -31,7 +31,7 @@ from tools.speaker.vocoder import Vocoder
 WARM_UP, FLOOR = 200, 0.02  # steps; of the rate, at the end
 SAVE_SECONDS, REPORTS = 40, 100  # between two saves; lines of a run
 AVERAGE = 0.999  # each step keeps this much of the average of the weights, which is what is saved
-KEPT, USES = 12 << 30, 5  # bytes of batches that are kept on the device; how often each is used, on average at most
+KEPT, USES = 12 << 30, 8  # bytes of batches that are kept on the device; how often each is used, on average at most
 SEED = 1
 Batch = dict[str, Any]  # tensors, and sizes
 
