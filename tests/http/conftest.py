@@ -31,7 +31,7 @@ def requests_are_patient() -> Iterator[None]:
     """httpx gives up after 5 s, which an answer may take on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get", "post", "put", "delete", "options", "request", "stream"):
-            patch.setattr(httpx, name, functools.partial(getattr(httpx, name), timeout=60))
+            patch.setattr(httpx, name, functools.partial(getattr(httpx, name), timeout=240))
         yield
 
 

@@ -44,7 +44,7 @@ CLIENTS: list[OpenAI] = []
 
 def openai_client(url: str, **options: object) -> OpenAI:
     """The client as users make it, without its retries: they would hide errors. It lives until `close_clients`."""
-    CLIENTS.append(OpenAI(base_url=f"{url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60, **options}))
+    CLIENTS.append(OpenAI(base_url=f"{url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 240, **options}))
     return CLIENTS[-1]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import json
 import math
@@ -38,6 +40,7 @@ from tests.support.builders import pipeline, submit
 from tests.support.clock import Clock
 from tests.support.paths import REPOSITORY
 from tests.support.requests import ask, bring_back, lose, ready
+from tests.support.waiting import until
 
 LABELS = ("talker", "0")
 
@@ -315,15 +318,17 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[MetricsEndpoint]:
 def test_silent_connections_make_room_for_scrapes(endpoint: MetricsEndpoint) -> None:
     url = httpx.URL(endpoint.url)
     before = threading.active_count()
-    silent = [socket.create_connection((url.host, url.port), timeout=20) for _ in range(5 * CONNECTIONS)]
-    for half in silent[::2]:
-        half.sendall(b"GET /metrics HTTP/1.1\r\n")
-    assert "omni_things 3.0" in httpx.get(url).text
-    for made in silent[: 4 * CONNECTIONS]:
-        assert made.recv(1) == b""
-    assert threading.active_count() <= before + CONNECTIONS + 1
-    for made in silent:
-        made.close()
+    with contextlib.ExitStack() as closing:
+        connect = functools.partial(socket.create_connection, (url.host, url.port), timeout=60)
+        silent = [closing.enter_context(connect()) for _ in range(5 * CONNECTIONS)]
+        for half in silent[::2]:
+            half.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert "omni_things 3.0" in httpx.get(url, timeout=60).text
+        for made in silent[: 4 * CONNECTIONS]:
+            assert made.recv(1) == b""
+        until(
+            lambda: threading.active_count() <= before + CONNECTIONS + 1, what="no thread is left of those that ended"
+        )
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "[", ""])
