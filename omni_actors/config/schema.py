@@ -412,8 +412,10 @@ class FlowConfig(Struct, frozen=True, forbid_unknown_fields=True):
         backlog_requests: requests ready to compute that a stage may hold before it stops granting credit.
         client_window_messages: window to a client, in messages. Clients grant credit per 64 messages, 256 KiB or 50 ms.
         client_window_bytes: the same in bytes.
-        client_messages: messages that may wait for a client beyond its window; with more, its requests fail.
-        client_bytes: the same in bytes; by default 64 MiB, and 1 GiB in a pipeline that makes pictures.
+        client_messages: messages that may wait for a client beyond its window while it has at most ten requests, for
+            a hundred requests ten times as many; with more, its requests fail.
+        client_bytes: bytes of these, however many requests it has; by default 64 MiB, and 1 GiB in a pipeline that
+            makes pictures.
         client_stall_seconds: seconds without credit, while messages wait, after which a client's requests fail.
         early_chunk_seconds: seconds that input may wait in a stage for the announcement of its request.
         arena_bytes: shared memory of a replica for large buffers, at least 1 MiB; 0 for none.

@@ -132,6 +132,9 @@ def _takes_no_messages(replica_id: ReplicaId) -> StageLost:
     return StageLost(f"{replica_id.name} takes no messages.", stage=replica_id.stage)
 
 
+FEW_REQUESTS = 10  # of a client, for which `client_messages` may wait; for more requests more
+
+
 @dataclass(eq=False)
 class ClientLinks:
     """Belongs to the coordinator's loop.
@@ -164,9 +167,20 @@ class ClientLinks:
         link = self._links.get(client)
         if link is None:
             link = self._links[client] = self._new_link()
+        waiting = message.request_id, [client, *frames], wire_size(frames)
         with self._reaching(client):
-            if not link.send(message.request_id, [client, *frames], wire_size(frames)):
+            if not link.send(*waiting) and not (self._widen(client, link) and link.send(*waiting)):
                 self._end_slow(client, link, "too much waited for it")
+
+    def _widen(self, client: bytes, link: Link) -> bool:
+        """Let more messages wait for a client with many requests, if not so many may by now.
+
+        After the loss of a coordinator it gets at once what was made meanwhile for all of them.
+        """
+        allowed = self.pipeline.flow.client_messages * len(self.state.requests_of(client)) // FEW_REQUESTS
+        wider = allowed > link.outbox_messages
+        link.outbox_messages = max(allowed, link.outbox_messages)
+        return wider
 
     def _new_link(self) -> Link:
         flow = self.pipeline.flow

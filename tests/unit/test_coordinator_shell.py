@@ -36,7 +36,7 @@ from omni_actors.protocol.messages import (
 from omni_actors.transport.link import Traffic
 from omni_actors.transport.sockets import Socket, Sockets, drain, try_send
 from tests.support.builders import pipeline
-from tests.support.requests import ready
+from tests.support.requests import ask, ready
 from tests.support.waiting import PATIENCE, eventually, until
 
 WINDOW, OUTBOX = 256, 100
@@ -52,8 +52,9 @@ class Answers:
         config = msgspec.structs.replace(pipeline(), flow=flow)
         self.sent, self.dropped = Traffic(), collections.Counter[str]()
         self.gone: list[bytes] = []
+        self.state = ready()
         self.links = ClientLinks(
-            self.router, config, ready(), lambda _: None, self.gone.append, self.sent, self.dropped
+            self.router, config, self.state, lambda _: None, self.gone.append, self.sent, self.dropped
         )
 
     def connect(self, name: bytes) -> Socket:
@@ -86,6 +87,18 @@ def test_a_client_that_asks_and_does_not_read_holds_no_more_than_one_window_and_
     assert WINDOW < answers.sent.messages <= WINDOW + OUTBOX, "it reads again, and gets what still waits"
     answers.answer(b"alice", 1)
     until(lambda: drain(alice), what="more")
+
+
+def test_more_may_wait_for_a_client_with_many_requests(answers: Answers) -> None:
+    """They all go on at once when another coordinator has come."""
+    alice = answers.connect(b"alice")
+    for number in range(30):
+        ask(answers.state, f"r{number}", b"alice")
+    answers.answer(b"alice", WINDOW + 3 * OUTBOX)
+    assert not answers.dropped
+    answers.answer(b"alice", 1)
+    assert answers.dropped == {"client_slow": 1}
+    alice.close(linger=0)
 
 
 def test_a_client_with_a_new_connection_does_not_owe_what_was_lost_with_the_one_before(answers: Answers) -> None:
