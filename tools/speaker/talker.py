@@ -123,7 +123,7 @@ class Talker:
                 yield padded(rows) | {f"thinker_{name}": value for name, value in heard.items() if name != "labels"}
 
     def codes(self, replies: Sequence[str], voice: Voice) -> list[Codes]:
-        """Returns the teacher's codes of replies; every second one was said before."""
+        """Returns the teacher's codes of replies, and keeps them: many replies come again."""
         if len(self.said) > SAID:
             self.said.clear()
         new = [reply for reply in dict.fromkeys(replies) if (voice.name, reply) not in self.said]
