@@ -61,12 +61,15 @@ else:
 class OmniSchedulerBase(VllmScheduler):
     """What the engines need of a scheduler beyond vLLM's interface.
 
-    It knows whether it is stalled: the last `schedule` found nothing to do, and nothing happened since.
+    It knows whether it is stalled: the last `schedule` found nothing to do, and nothing happened since. And of vLLM's
+    `prefill_schedule_interval`, which vLLM itself minds between data-parallel ranks alone: while requests decode, new
+    ones are admitted in each such step only, together.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._stalled = False
+        self._since_admission = 1  # steps, with the one to come
 
     def _leave_out(self, request: Request) -> None:
         """Leave a running request out of the next `schedule`. It keeps its KV blocks, but takes no place in the batch.
@@ -76,10 +79,12 @@ class OmniSchedulerBase(VllmScheduler):
         """
         request.next_decode_eligible_step = max(request.next_decode_eligible_step, self.current_step + 2)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule a step, and note whether there was anything to do."""
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
-        self._stalled = output.total_num_scheduled_tokens == 0
+        decode_only = self._since_admission < self.scheduler_config.prefill_schedule_interval
+        output: SchedulerOutput = super().schedule(throttle_prefills or decode_only)
+        self._since_admission = 1 if output.scheduled_new_reqs else self._since_admission + 1
+        self._stalled = not decode_only and output.total_num_scheduled_tokens == 0
         return output
 
     def add_request(self, request: Request) -> None:
@@ -222,9 +227,7 @@ class OmniSchedulerMixin(OmniSchedulerBase):
     def _limit_speech(self, request: Request) -> None:
         """Lower `max_tokens` to the longest speech of the text, once all of the text is known."""
         stream, params = self._streams.get(request.request_id), request.sampling_params
-        if self.speech_limit is None or stream is None or not stream.complete:
-            return
-        if params is None or params.ignore_eos:
+        if self.speech_limit is None or stream is None or not stream.complete or params is None or params.ignore_eos:
             return
         longest = self.speech_limit.base + self.speech_limit.per_token * (stream.text_tokens + stream.received)
         request.max_tokens = min(request.max_tokens, max(longest, params.min_tokens))
@@ -313,8 +316,7 @@ class OmniSchedulerMixin(OmniSchedulerBase):
         """vLLM calls this for every waiting request that it could admit; False leaves it waiting for this step."""
         if not super()._handle_blocked_waiting_request(request):
             return False
-        followed = self._followed.get(request.request_id)
-        if followed is not None and followed.waits():
+        if (followed := self._followed.get(request.request_id)) is not None and followed.waits():
             return False
         return self._ready(request) and self.budget.admits(request.request_id)
 

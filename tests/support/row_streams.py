@@ -54,8 +54,9 @@ class CountingScheduler:
         self.finished_req_ids: set[str] = set()
         self.num_waiting_for_streaming_input = 0
         self.current_step = 0
+        self.scheduler_config = SimpleNamespace(prefill_schedule_interval=1)
 
-    def schedule(self) -> SimpleNamespace:
+    def schedule(self, throttle_prefills: bool = False) -> SimpleNamespace:
         self.current_step += 1
         batch = {r.request_id: 1 for r in self.running if self.current_step >= r.next_decode_eligible_step}
         admitted = []
