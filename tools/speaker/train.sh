@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a checkpoint that speaks, from texts to weights: thinker and DiT side by side at first, then the talker, which
-# reads the thinker, and the vocoder beside all of them. OUT is a copy of examples/speaker to train on, or is made
-# with new weights. Needs the teacher (tools/speaker/flite/build.sh), wordnet-base, a GPU and some 14 cores.
+# reads the thinker. The vocoder is trained beside them, and leaves the GPU to the talker in the end. OUT is a copy of
+# examples/speaker to train on, or is made with new weights. Needs the teacher (tools/speaker/flite/build.sh),
+# wordnet-base, a GPU and some 14 cores.
 #
 #   tools/speaker/train.sh OUT [SECONDS] [OPTIONS OF python -m tools.speaker train]      default: 1800 seconds
 set -euo pipefail
@@ -23,11 +24,11 @@ twice() { part thinker $((early * 3 / 5)) --own 0 "$@" && part thinker $((early 
 thinker=(part thinker "$early")
 [[ -e $out/model.safetensors ]] || { python -m tools.speaker new "$out"; thinker=(twice); }
 
-part vocoder "$seconds" --batch 32 --workers 2 --rate 8e-4 "$@" &
+part vocoder $((seconds * 7 / 10)) --batch 32 --workers 2 --rate 8e-4 "$@" &
 vocoder=$!
 begin "${thinker[@]}" --batch 192 --workers 7 --rate 1e-3 "$@"
 begin part dit $((early * 3 / 5)) --batch 32 --workers 3 --rate 1e-3 "$@"
 end
-begin part talker $((seconds - early)) --batch 40 --workers 10 --rate 8e-4 "$@"
+begin part talker $((seconds - early)) --batch 40 --workers 12 --rate 8e-4 "$@"
 jobs+=($vocoder)
 end
