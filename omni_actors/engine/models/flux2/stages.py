@@ -118,5 +118,5 @@ class Flux2VaeDecoder(VaeStage):
     vae_class = Flux2Vae
 
 
-# Tokens in a step: those of two pictures of 512 x 512 with their prompts.
-SPEC = picture_specs("num_key_value_heads", Flux2Dit, 3072, Flux2VaeDecoder, Flux2VaeEncoder)
+# Tokens in a step: those of four pictures of 512 x 512 with their prompts.
+SPEC = picture_specs("num_key_value_heads", Flux2Dit, 6144, Flux2VaeDecoder, Flux2VaeEncoder)

@@ -8,7 +8,9 @@ vLLM has it, would give others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, TEXT_ENCODER, OneStepStage
 from omni_actors.engine.models.placeholder import diffusion_spec
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs, StepResult
 from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
@@ -63,6 +65,7 @@ class Flux2Prompts(PicturePrompts):
 
 
 LAYERS = (9, 18, 27)  # before which the states are taken
+AT_ONCE = 4  # prompts that are computed together
 ACTIVATIONS = 16  # of a step, in values of the width of the gated layer per token
 
 
@@ -81,29 +84,25 @@ class Flux2TextEncoder(OneStepStage):
             raise StartupError(f"The text encoder has {config.num_hidden_layers} layers, not more than {LAYERS[-1]}.")
         config.num_hidden_layers, config.layer_types = LAYERS[-1], config.layer_types[: LAYERS[-1]]
         self._inner: int = config.intermediate_size
-        if dummy:
-            with same_everywhere(self.device):
-                model = Qwen3Model._from_config(config, dtype=self.dtype)
-        else:
-            try:
-                model = Qwen3Model.from_pretrained(folder, config=config, dtype=self.dtype)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise StartupError(f"The text encoder in {folder} cannot be loaded: {error}") from error
+        try:
+            with same_everywhere(self.device) if dummy else contextlib.nullcontext():
+                make = Qwen3Model._from_config if dummy else partial(Qwen3Model.from_pretrained, folder)
+                model = make(config=config, dtype=self.dtype)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StartupError(f"The text encoder in {folder} cannot be loaded: {error}") from error
         model.norm = nn.Identity()  # the states are those before it
         self._model = model.to(self.device).requires_grad_(False).eval()
         self._filling: int = AutoTokenizer.from_pretrained(self.folder / "tokenizer").pad_token_id
-        self._ids = torch.zeros(1, MAX_TOKENS, dtype=torch.int64, device=self.device)
+        self._ids = torch.zeros(AT_ONCE, MAX_TOKENS, dtype=torch.int64, device=self.device)
         self._shown = torch.zeros_like(self._ids)
-        self._compute: Callable[[], torch.Tensor] = self._states
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture a graph, as all prompts have one size and launching takes longer than computing; encode a prompt."""
-        if self.device.type == "cuda":
-            graphs: CudaGraphs[int, torch.Tensor] = CudaGraphs()
-            graphs.capture(MAX_TOKENS, self._states)
-            self._compute = lambda: graphs.replay(MAX_TOKENS).clone()
-        self.encode(torch.zeros(2, dtype=torch.int64, device=self.device))
+        """Capture graphs, as all prompts have one size and launching takes longer than computing."""
+        self._shown[:, 0] = 1
+        self._graphs: CudaGraphs[int, torch.Tensor] = CudaGraphs(cuda=self.device.type == "cuda")
+        for count in range(AT_ONCE, 0, -1):
+            self._graphs.capture(count, partial(self._states, count))
 
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check the token ids of a prompt, and of the negative prompt if there is one."""
@@ -123,23 +122,24 @@ class Flux2TextEncoder(OneStepStage):
         given = torch.tensor(list(token_ids), dtype=torch.int64)
         return DiffusionJob((given, name), 1, needed, needed, held_bytes=8 * len(token_ids), tokens=MAX_TOKENS)
 
-    def compute(self, given: torch.Tensor, detail: str) -> dict[str, torch.Tensor]:
-        """The states of a prompt, by the name that `detail` is."""
-        return {detail: self.encode(given)}
-
     @torch.inference_mode()
-    def encode(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The states [512, 3 * width] of token ids i64 [tokens]."""
-        count = len(token_ids)
-        self._ids.fill_(self._filling)[0, :count] = token_ids
-        self._shown.zero_()[0, :count] = 1
-        return self._compute()
+    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        """Compute the states [512, 3 * width] of these prompts, by the name that is with each."""
+        results: dict[str, StepResult] = {}
+        for first in range(0, len(request_ids), AT_ONCE):
+            keys = request_ids[first : first + AT_ONCE]
+            self._ids[:], self._shown[:] = self._filling, 0
+            for row, (token_ids, _) in enumerate(self.held[key] for key in keys):
+                self._ids[row, : len(token_ids)], self._shown[row, : len(token_ids)] = token_ids, 1
+            states = self._graphs.replay(len(keys)).clone()
+            results |= {key: StepResult({self.held[key][1]: each}) for key, each in zip(keys, states, strict=True)}
+        return results
 
-    def _states(self) -> torch.Tensor:
+    def _states(self, count: int) -> torch.Tensor:
         states = self._model(
-            input_ids=self._ids, attention_mask=self._shown, output_hidden_states=True, use_cache=False
+            input_ids=self._ids[:count], attention_mask=self._shown[:count], output_hidden_states=True, use_cache=False
         ).hidden_states
-        return torch.cat([states[layer][0] for layer in LAYERS], -1)
+        return torch.cat([states[layer] for layer in LAYERS], -1)
 
 
 SPEC = {
@@ -155,7 +155,7 @@ SPEC = {
         Flux2TextEncoder,
         "num_key_value_heads",
         MAX_STEPS,
-        {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": 4 * MAX_TOKENS},
+        {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": AT_ONCE * MAX_TOKENS},
         folder=TEXT_ENCODER,
     ),
 }
