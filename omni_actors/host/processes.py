@@ -26,7 +26,7 @@ from omni_actors.logs import get_logger
 
 logger = get_logger(__name__)
 
-STILL_SECONDS, STILL_LOOKS = 3.0, 2
+STILL_SECONDS, STOPPED_LOOKS, WAITING_LOOKS = 3.0, 2, 10
 JUMP_SECONDS = 1.0  # smaller differences between wall clock and monotonic clock do not count as jumps
 
 
@@ -177,7 +177,8 @@ async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
 async def until_done(done: asyncio.Future[Any], workers: Callable[[], Iterable[psutil.Process]]) -> None:
     """Wait for what these processes do; kill them when their main threads have stood still for some seconds.
 
-    Two looks in a row must say so: this process may itself have been stopped together with them.
+    Two looks in a row must say so: this process may itself have been stopped together with them. One that nobody has
+    stopped may wait for a slow disk while it imports, or for a process of its own, and gets half a minute.
     """
     now: dict[psutil.Process, object] = {}
     still = 0
@@ -185,9 +186,10 @@ async def until_done(done: asyncio.Future[Any], workers: Callable[[], Iterable[p
         with contextlib.suppress(psutil.NoSuchProcess):
             before, now = now, {worker: worker.num_ctx_switches() for worker in workers()}
             still = still + 1 if now == before else 0
-            for worker in now if still == STILL_LOOKS else ():
-                logger.error("process %d stands still; killing it", worker.pid)
-                worker.kill()
+            for worker in now:
+                if still == (STOPPED_LOOKS if worker.status() == psutil.STATUS_STOPPED else WAITING_LOOKS):
+                    logger.error("process %d stands still; killing it", worker.pid)
+                    worker.kill()
 
 
 def describe_exit(code: int | None) -> str:

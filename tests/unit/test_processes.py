@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from omni_actors.host import segments
-from omni_actors.host.processes import AnchoredClock, raise_file_limit
+from omni_actors.host.processes import STOPPED_LOOKS, WAITING_LOOKS, AnchoredClock, raise_file_limit, until_done
 from omni_actors.host.segments import Segment
 from omni_actors.launcher.children import LAST, last_words
 from omni_actors.launcher.replica_processes import SegmentLedger
@@ -22,6 +25,7 @@ from tests.support.clock import Clock
 from tests.support.commands import python
 from tests.support.paths import REPOSITORY
 from tests.support.segments import holder
+from tests.support.waiting import eventually
 
 
 def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
@@ -29,6 +33,27 @@ def test_the_file_limit_is_raised_as_far_as_it_may_be() -> None:
     limited = python("-c", code, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512)), check=True)
     assert int(limited.stdout) == 512 - 64
     assert raise_file_limit(64) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@pytest.mark.parametrize(("stop", "looks"), [(True, STOPPED_LOOKS), (False, WAITING_LOOKS)])
+async def test_a_process_that_waits_gets_longer_than_one_that_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, stop: bool, looks: int
+) -> None:
+    monkeypatch.setattr("omni_actors.host.processes.STILL_SECONDS", 0.02)
+    process = await asyncio.create_subprocess_exec("sleep", "600")
+    worker, looked = psutil.Process(process.pid), list[psutil.Process]()
+    await eventually(lambda: worker.name() == "sleep" and worker.status() == psutil.STATUS_SLEEPING)
+    if stop:
+        worker.suspend()
+        await eventually(lambda: worker.status() == psutil.STATUS_STOPPED)
+
+    def workers() -> list[psutil.Process]:
+        looked.append(worker)
+        return [worker]
+
+    await until_done(asyncio.ensure_future(process.wait()), workers)
+    assert process.returncode == -signal.SIGKILL
+    assert looks < len(looked) < looks + 4
 
 
 def test_a_clock_does_not_follow_when_the_wall_clock_is_set() -> None:

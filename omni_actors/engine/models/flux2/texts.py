@@ -119,8 +119,7 @@ class Flux2TextEncoder(OneStepStage):
         if not token_ids or not all(0 <= token < vocabulary for token in token_ids):
             raise InvalidPayload(f"The prompt needs token ids from 0 to {vocabulary - 1}.")
         needed = MAX_TOKENS * self._inner * ACTIVATIONS * self.dtype.itemsize
-        given = torch.tensor(list(token_ids), dtype=torch.int64)
-        return DiffusionJob((given, name), 1, needed, needed, held_bytes=8 * len(token_ids), tokens=MAX_TOKENS)
+        return DiffusionJob((torch.tensor(token_ids), name), 1, needed, needed, 8 * len(token_ids), tokens=MAX_TOKENS)
 
     @torch.inference_mode()
     def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
