@@ -81,11 +81,10 @@ def test_recordings_that_come_while_others_are_written_down_are_begun_together(
 ) -> None:
     """Each would cost the others a long step; the first waits for nobody."""
     options = {**SIZES, "max_num_batched_tokens": 256, "prefill_schedule_interval": 6}
-    thinker, reference = (
-        driver(tiny_qwen3_asr, "thinker", asynchronous=True, **options),
-        Qwen3AsrReference(tiny_qwen3_asr),
-    )
+    thinker = driver(tiny_qwen3_asr, "thinker", asynchronous=True, **options)
     begun: dict[str, int] = {}
+    sound, about, language, named = CASES["odd"]
+    made = prompts.of(sound, about, language)
 
     def join(step: int) -> None:
         for name in thinker.events:
@@ -93,13 +92,12 @@ def test_recordings_that_come_while_others_are_written_down_are_begun_together(
         if step in (3, 5, 6):
             thinker.start(f"{step}", made, max_tokens=REPLY)
 
-    sound, about, language, named = CASES["odd"]
-    made = prompts.of(sound, about, language)
     thinker.start("first", made, max_tokens=REPLY)
     thinker.run(join)
     assert begun["first"] <= 1
     assert begun["3"] == begun["5"], "both came before the sixth step after that of the first"
     assert begun["6"] - begun["5"] == 6
+    reference = Qwen3AsrReference(tiny_qwen3_asr)
     _, reply = reference.write(sound, reference.prompt(about, named), REPLY)
     for name in begun:
         assert thinker.written(name) == reply

@@ -547,10 +547,8 @@ def test_the_vae_refuses_latents_that_are_not_its_own(z_image, latents, message)
 
 
 def test_prompts_of_flux2_have_the_same_states_together_and_alone(flux2):
-    encoder, prompts = (
-        flux2.engine("text_encoder"),
-        {str(n): [3 + (n + k) % 500 for k in range(n)] for n in (1, 5, 9, 64, 300, 512)},
-    )
+    encoder = flux2.engine("text_encoder")
+    prompts = {str(n): [3 + (n + k) % 500 for k in range(n)] for n in (1, 5, 9, 64, 300, 512)}
 
     def states(*names: str) -> dict[str, torch.Tensor]:
         for name in names:
