@@ -8,7 +8,6 @@ vLLM has it, would give others.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -83,13 +82,14 @@ class Flux2TextEncoder(OneStepStage):
         if config.num_hidden_layers <= LAYERS[-1]:
             raise StartupError(f"The text encoder has {config.num_hidden_layers} layers, not more than {LAYERS[-1]}.")
         config.num_hidden_layers, config.layer_types = LAYERS[-1], config.layer_types[: LAYERS[-1]]
-        self._inner: int = config.intermediate_size
-        try:
-            with same_everywhere(self.device) if dummy else contextlib.nullcontext():
-                make = Qwen3Model._from_config if dummy else partial(Qwen3Model.from_pretrained, folder)
-                model = make(config=config, dtype=self.dtype)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise StartupError(f"The text encoder in {folder} cannot be loaded: {error}") from error
+        if dummy:
+            with same_everywhere(self.device):
+                model = Qwen3Model._from_config(config, dtype=self.dtype)
+        else:
+            try:
+                model = Qwen3Model.from_pretrained(folder, config=config, dtype=self.dtype)
+            except (OSError, ValueError, RuntimeError) as error:
+                raise StartupError(f"The text encoder in {folder} cannot be loaded: {error}") from error
         model.norm = nn.Identity()  # the states are those before it
         self._model = model.to(self.device).requires_grad_(False).eval()
         self._filling: int = AutoTokenizer.from_pretrained(self.folder / "tokenizer").pad_token_id
@@ -99,7 +99,6 @@ class Flux2TextEncoder(OneStepStage):
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture graphs, as all prompts have one size and launching takes longer than computing."""
-        self._shown[:, 0] = 1
         self._graphs: CudaGraphs[int, torch.Tensor] = CudaGraphs(cuda=self.device.type == "cuda")
         for count in range(AT_ONCE, 0, -1):
             self._graphs.capture(count, partial(self._states, count))
@@ -118,7 +117,7 @@ class Flux2TextEncoder(OneStepStage):
             raise PromptTooLong(f"The prompt has {len(token_ids)} tokens; at most {MAX_TOKENS} fit.")
         if not token_ids or not all(0 <= token < vocabulary for token in token_ids):
             raise InvalidPayload(f"The prompt needs token ids from 0 to {vocabulary - 1}.")
-        needed = MAX_TOKENS * self._inner * ACTIVATIONS * self.dtype.itemsize
+        needed = MAX_TOKENS * self._model.config.intermediate_size * ACTIVATIONS * self.dtype.itemsize
         return DiffusionJob((torch.tensor(token_ids), name), 1, needed, needed, 8 * len(token_ids), tokens=MAX_TOKENS)
 
     @torch.inference_mode()
