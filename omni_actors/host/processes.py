@@ -177,8 +177,8 @@ async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:
 async def until_done(done: asyncio.Future[Any], workers: Callable[[], Iterable[psutil.Process]]) -> None:
     """Wait for what these processes do; kill them when their main threads have stood still for some seconds.
 
-    Two looks in a row must say so: this process may itself have been stopped together with them. One that nobody has
-    stopped may wait for a slow disk while it imports, or for a process of its own, and gets half a minute.
+    Two looks in a row must say so: this process may itself have been stopped together with them. A process
+    that was not stopped may be waiting for a slow disk or for a child, so it gets half a minute.
     """
     now: dict[psutil.Process, object] = {}
     still = 0
