@@ -2,7 +2,7 @@
 # Trains a checkpoint that speaks, from texts to weights: thinker and DiT side by side at first, then the talker, which
 # reads the thinker. The vocoder is trained beside them, and leaves the GPU to the talker in the end. OUT is a copy of
 # examples/speaker to train on, or is made with new weights. Needs the teacher (tools/speaker/flite/build.sh),
-# wordnet-base, a GPU and some 14 cores.
+# wordnet-base, a GPU and some 16 cores.
 #
 #   tools/speaker/train.sh OUT [SECONDS] [OPTIONS OF python -m tools.speaker train]      default: 1800 seconds
 set -euo pipefail
