@@ -546,24 +546,6 @@ def test_the_vae_refuses_latents_that_are_not_its_own(z_image, latents, message)
         decoded(z_image.engine("vae"), latents)
 
 
-def test_prompts_of_flux2_have_the_same_states_together_and_alone(flux2):
-    encoder = flux2.engine("text_encoder")
-    prompts = {str(n): [3 + (n + k) % 500 for k in range(n)] for n in (1, 5, 9, 64, 300, 512)}
-
-    def states(*names: str) -> dict[str, torch.Tensor]:
-        for name in names:
-            encoder.start(StageRequest(name, StageParams(), seed=0), StageInputs(prompts[name]))
-        sent = [event for event in run(encoder) if isinstance(event, StreamEvent)]
-        return {event.request_id: to_torch(event.tensors["states"]) for event in sent}
-
-    together = states(*prompts)
-    assert len({each.numpy().tobytes() for each in together.values()}) == len(prompts)
-    for name in prompts:
-        (alone,) = states(name).values()
-        assert alone.shape[0] == 512
-        assert close(together[name], alone)
-
-
 @pytest.mark.parametrize("name", ["z_image", "flux2_klein"])
 def test_stages_without_weights_make_pictures_all_the_same(families, name):
     # That is how a GPU is measured without a published checkpoint.

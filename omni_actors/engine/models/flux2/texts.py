@@ -8,8 +8,7 @@ vLLM has it, would give others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from omni_actors.engine.models.pictures import NEGATIVE_STATES, STATES, negative
 from omni_actors.engine.models.pictures.prompts import NEGATIVE_PROMPT, PicturePrompts
 from omni_actors.engine.models.pictures.vae_stage import MAX_STEPS, TEXT_ENCODER, OneStepStage
 from omni_actors.engine.models.placeholder import diffusion_spec
-from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs, StepResult
+from omni_actors.engine.workers.diffusion import DiffusionJob, DiffusionStream, KnownJobs
 from omni_actors.errors import InvalidPayload, PromptTooLong, StartupError
 from omni_actors.media.decoders import MediaDecoder
 from omni_actors.media.limits import MediaLimits
@@ -64,7 +63,6 @@ class Flux2Prompts(PicturePrompts):
 
 
 LAYERS = (9, 18, 27)  # before which the states are taken
-AT_ONCE = 4  # prompts that are computed together
 ACTIVATIONS = 16  # of a step, in values of the width of the gated layer per token
 
 
@@ -93,15 +91,14 @@ class Flux2TextEncoder(OneStepStage):
         model.norm = nn.Identity()  # the states are those before it
         self._model = model.to(self.device).requires_grad_(False).eval()
         self._filling: int = AutoTokenizer.from_pretrained(self.folder / "tokenizer").pad_token_id
-        self._ids = torch.zeros(AT_ONCE, MAX_TOKENS, dtype=torch.int64, device=self.device)
+        self._ids = torch.zeros(1, MAX_TOKENS, dtype=torch.int64, device=self.device)
         self._shown = torch.zeros_like(self._ids)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture graphs, as all prompts have one size and launching takes longer than computing."""
+        """Capture a graph, as all prompts have one size and launching takes longer than computing."""
         self._graphs: CudaGraphs[int, torch.Tensor] = CudaGraphs(cuda=self.device.type == "cuda")
-        for count in range(AT_ONCE, 0, -1):
-            self._graphs.capture(count, partial(self._states, count))
+        self._graphs.capture(MAX_TOKENS, self._states)
 
     def open(self, request: StageRequest, inputs: StageInputs) -> DiffusionStream:
         """Check the token ids of a prompt, and of the negative prompt if there is one."""
@@ -120,24 +117,23 @@ class Flux2TextEncoder(OneStepStage):
         needed = MAX_TOKENS * self._model.config.intermediate_size * ACTIVATIONS * self.dtype.itemsize
         return DiffusionJob((torch.tensor(token_ids), name), 1, needed, needed, 8 * len(token_ids), tokens=MAX_TOKENS)
 
-    @torch.inference_mode()
-    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
-        """Compute the states [512, 3 * width] of these prompts, by the name that is with each."""
-        results: dict[str, StepResult] = {}
-        for first in range(0, len(request_ids), AT_ONCE):
-            keys = request_ids[first : first + AT_ONCE]
-            self._ids[:], self._shown[:] = self._filling, 0
-            for row, (token_ids, _) in enumerate(self.held[key] for key in keys):
-                self._ids[row, : len(token_ids)], self._shown[row, : len(token_ids)] = token_ids, 1
-            states = self._graphs.replay(len(keys)).clone()
-            results |= {key: StepResult({self.held[key][1]: each}) for key, each in zip(keys, states, strict=True)}
-        return results
+    def compute(self, given: torch.Tensor, detail: str) -> dict[str, torch.Tensor]:
+        """The states of a prompt, by the name that `detail` is."""
+        return {detail: self.encode(given)}
 
-    def _states(self, count: int) -> torch.Tensor:
+    @torch.inference_mode()
+    def encode(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The states [512, 3 * width] of token ids i64 [tokens]."""
+        count = len(token_ids)
+        self._ids.fill_(self._filling)[0, :count] = token_ids
+        self._shown.zero_()[0, :count] = 1
+        return self._graphs.replay(MAX_TOKENS).clone()
+
+    def _states(self) -> torch.Tensor:
         states = self._model(
-            input_ids=self._ids[:count], attention_mask=self._shown[:count], output_hidden_states=True, use_cache=False
+            input_ids=self._ids, attention_mask=self._shown, output_hidden_states=True, use_cache=False
         ).hidden_states
-        return torch.cat([states[layer] for layer in LAYERS], -1)
+        return torch.cat([states[layer][0] for layer in LAYERS], -1)
 
 
 SPEC = {
@@ -153,7 +149,8 @@ SPEC = {
         Flux2TextEncoder,
         "num_key_value_heads",
         MAX_STEPS,
-        {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": AT_ONCE * MAX_TOKENS},
+        # One prompt in a step: with more, what comes after them waits for all of them.
+        {"dtype": "bfloat16", "max_num_seqs": 8, "max_num_batched_tokens": MAX_TOKENS},
         folder=TEXT_ENCODER,
     ),
 }

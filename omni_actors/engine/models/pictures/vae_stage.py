@@ -1,4 +1,7 @@
-"""Stages whose jobs have one step each: pictures to latents and latents to pictures, by a VAE of diffusers."""
+"""Stages whose jobs have one step each: pictures to latents and latents to pictures, by a VAE of diffusers.
+
+What they compute for one request fills the device by itself, so requests are computed one after the other.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +75,19 @@ class OneStepStage(DiffusionModelRunner):
         """What requests may set."""
         return EngineFacts(parameters=self.parameters)
 
+    @abstractmethod
+    def compute(self, given: torch.Tensor, detail: Any) -> Mapping[str, torch.Tensor]:
+        """The result of a job with this payload, whose tensor is on the device."""
+
     def take(self, job: DiffusionJob) -> tuple[torch.Tensor, Any]:
         """Bring a job's tensor to the device."""
         given, detail = job.payload
         return given.to(self.device), detail
+
+    @torch.inference_mode()
+    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
+        """Compute these jobs."""
+        return {key: StepResult(self.compute(*self.held[key])) for key in request_ids}
 
     def omni_counts(self) -> dict[str, int]:
         """Jobs whose tensors are on the device."""
@@ -130,15 +142,6 @@ class _VaeStage(OneStepStage):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.vae = self.vae_class(part_config(self.folder, "vae"))
-
-    @abstractmethod
-    def compute(self, given: torch.Tensor, detail: Any) -> Mapping[str, torch.Tensor]:
-        """The result of a job with this payload, whose tensor is on the device."""
-
-    @torch.inference_mode()
-    def step(self, request_ids: Sequence[str]) -> Mapping[str, StepResult]:
-        """Compute these jobs, one after the other: each fills the device by itself."""
-        return {key: StepResult(self.compute(*self.held[key])) for key in request_ids}
 
     def load(self, *, dummy: bool) -> None:
         """Load the VAE; with `dummy`, one with random weights.
