@@ -30,7 +30,7 @@ from omni_actors.config.checkpoint import model_of
 from omni_actors.config.checks import adapted_stages, check_parameters, with_defaults
 from omni_actors.config.loading import engine_options
 from omni_actors.config.schema import Modality, PipelineConfig, StageConfig
-from omni_actors.engine.models.pictures import ADAPTER, Given, layered_pictures, on_white
+from omni_actors.engine.models.pictures import ADAPTER, PREVIEWS, Given, layered_pictures, on_white
 from omni_actors.engine.rows import check_finite, to_host
 from omni_actors.errors import ConfigError, EngineError, InvalidRequest, ModelOutputInvalid, OmniError, StartupError
 from omni_actors.logs import get_logger
@@ -51,6 +51,7 @@ from omni_actors.stage.engine_interface import (
     StageInputs,
     StageRequest,
     VideoEvent,
+    preview_steps,
 )
 
 logger = get_logger(__name__)
@@ -169,6 +170,7 @@ class PipelineRequest(Struct, eq=False):
     call: SteppedCall | None = None
     rate: float = 0.0  # frames per second
     steps: int = 0
+    shown: list[Any] = []  # results that are previews, until they are sent
     turn: int = 0  # number of its latest turn, among those of all requests
 
     @property
@@ -209,6 +211,8 @@ class DiffusersEngine(StageEngine):
         self._steps = next((int(one.default or 1) for one in declared if one.name == "num_steps"), 1)
         declared += [Parameter(name, "float", *limits) for name, limits in self._options.parameters.items()]
         declared += [ADAPTER] if adapters else []
+        previews = STEP_CALLBACK in self._arguments and hasattr(type(self._pipeline), "interrupt")
+        declared += [PREVIEWS] if previews and Modality.IMAGE in stage.outputs else []
         self._media = {"image": MAX_PICTURES if "image" in self._arguments else 0, "audio": 0, "video": 0}
         self._facts = EngineFacts(
             sample_rate=_sample_rate(self._pipeline) if "audio" in stage.outputs else 0,
@@ -246,7 +250,8 @@ class DiffusersEngine(StageEngine):
             raise InvalidRequest(f"This pipeline takes {most} pictures; got {len(media)}.", field="prompt")
         params = request.params.merged_over(self._stage.sampling)
         masked = bool((params.extra_args or {}).get(MASK.name))
-        if len(media) <= masked and (masked or self._needs("image")):
+        needed = most and self._arguments["image"].default is inspect.Parameter.empty
+        if len(media) <= masked and (masked or needed):
             raise InvalidRequest("This pipeline changes pictures, and there is none in the prompt.", field="image")
         running = PipelineRequest(request, text, params, self._arrivals)
         self._arrivals += 1
@@ -254,10 +259,6 @@ class DiffusersEngine(StageEngine):
         if media:
             running.decoding = self._decoders.submit(functools.partial(_decoded, media, masked))
             running.decoding.future.add_done_callback(lambda _: self.wake())
-
-    def _needs(self, name: str) -> bool:
-        found = self._arguments.get(name)
-        return found is not None and found.default is inspect.Parameter.empty
 
     def abort(self, request_id: str) -> None:
         """Drop a request; a call ends between two of its steps."""
@@ -288,8 +289,10 @@ class DiffusersEngine(StageEngine):
             running.call.turn()
             progress: list[EngineEvent] = []
             if running.steps > before:
-                steps = running.params.num_steps or self._steps
-                progress.append(ProgressEvent(request_id, running.steps, max(running.steps, steps)))
+                steps = max(running.steps, running.params.num_steps or self._steps)
+                progress.append(ProgressEvent(request_id, running.steps, steps))
+            progress += [_picture(request_id, result, preview=True) for result in running.shown]
+            running.shown.clear()
             if not running.call.result.done():
                 return progress
             if (failure := running.call.result.exception()) is not None:
@@ -326,15 +329,7 @@ class DiffusersEngine(StageEngine):
         """Make the call of a request, which computes nothing yet. Raises `OmniError` if its pictures are none."""
         if running.decoding is not None:
             running.pictures = running.decoding.future.result()
-        pipeline = copy.copy(self._pipeline)
-        for name, component in pipeline.components.items():
-            if hasattr(component, "set_timesteps"):  # schedulers, which count steps
-                setattr(pipeline, name, copy.deepcopy(component))
-        given: dict[str, Any] = {
-            **self._options.arguments,
-            "prompt": running.text,
-            "generator": torch.Generator().manual_seed(running.request.effective_seed),
-        }
+        given: dict[str, Any] = {**self._options.arguments, "prompt": running.text}
         values = {**running.params.given(), **(running.params.extra_args or {})}
         for name, parameter in DECLARED.items():
             if name in self._arguments and parameter.name in values:
@@ -349,17 +344,36 @@ class DiffusersEngine(StageEngine):
         if running.pictures:
             given["image"] = running.pictures if len(running.pictures) > 1 else running.pictures[0]
 
+        def call(**more: Any) -> Any:
+            pipeline = copy.copy(self._pipeline)
+            for name, component in pipeline.components.items():
+                if hasattr(component, "set_timesteps"):  # schedulers, which count steps
+                    setattr(pipeline, name, copy.deepcopy(component))
+            return pipeline(**given, **more, generator=torch.Generator().manual_seed(running.request.effective_seed))
+
+        def preview(latents: torch.Tensor) -> Any:
+            # Decoded as this pipeline decodes: by a call that is given the latents and ends with its first step.
+            def end(pipeline: Any, *_: Any) -> dict[str, Any]:
+                pipeline._interrupt = True
+                return {"latents": latents}
+
+            return call(callback_on_step_end=end)
+
+        shown_after = preview_steps(running.params.num_steps or self._steps, running.params.previews or 0)
+
         def run(pause: Callable[[], None]) -> Any:
-            def after_step(*_: Any) -> dict[str, Any]:
+            def after_step(*given: Any) -> dict[str, Any]:
                 running.steps += 1
+                if running.steps in shown_after:
+                    running.shown.append(preview(given[-1]["latents"]))
                 pause()
                 return {}
 
             if STEP_CALLBACK in self._arguments:
-                return pipeline(**given, callback_on_step_end=after_step)
+                return call(callback_on_step_end=after_step)
             if OLD_CALLBACK in self._arguments:
-                return pipeline(**given, callback=after_step, callback_steps=1)
-            return pipeline(**given)
+                return call(callback=after_step, callback_steps=1)
+            return call()
 
         return SteppedCall(self._threads, run)
 
@@ -392,7 +406,7 @@ class DiffusersEngine(StageEngine):
             chunks = frames.split(max(1, CHUNK_BYTES // frames[0].nbytes))
             events += [VideoEvent(request_id, to_host(chunk), running.rate) for chunk in chunks]
         elif pictures is not None:
-            events.append(ImageEvent(request_id, to_host(torch.from_numpy(_pixels(pictures[0])))))
+            events.append(_picture(request_id, result, preview=False))
         if not events:
             raise ModelOutputInvalid(f"{type(self._pipeline).__name__} made neither a picture nor sound nor video.")
         return events
@@ -507,9 +521,11 @@ def _frames(given: Any) -> np.ndarray[Any, Any]:
     return frames
 
 
-def _pixels(picture: Image.Image) -> np.ndarray[Any, Any]:
-    """A picture as u8 [height, width, 3], or 4 where some of it can be seen through."""
-    return np.array(picture if picture.mode == "RGBA" else picture.convert("RGB"))
+def _picture(request_id: str, result: Any, *, preview: bool) -> ImageEvent:
+    """The picture that a call made, u8 [height, width, 3], or 4 where some of it can be seen through."""
+    picture = result.images[0]
+    pixels = np.array(picture if picture.mode == "RGBA" else picture.convert("RGB"))
+    return ImageEvent(request_id, to_host(torch.from_numpy(pixels)), preview=preview)
 
 
 def _typed(error: BaseException) -> OmniError:

@@ -51,6 +51,7 @@ from omni_actors.stage.engine_interface import (
     StreamEvent,
     TextEvent,
     VideoEvent,
+    preview_steps,
 )
 
 SCALE = 8  # pixels of a latent's side
@@ -155,15 +156,6 @@ def decoded(tensor: HostTensor) -> HostTensor:
     channels = CHANNELS if colours[3].min() < 255 else CHANNELS - 1
     pixels = colours[:channels].repeat(SCALE, 1).repeat(SCALE, 2).transpose(1, 2, 0)
     return HostTensor(DType.U8, pixels.shape, pixels.tobytes())
-
-
-def preview_steps(steps: int, previews: int) -> frozenset[int]:
-    """Return the steps, counted from 1, after which a picture of `steps` steps is shown `previews` times.
-
-    They are spread evenly. The last step is not among them, so there may be fewer than asked for.
-    """
-    places = (round(number * steps / (previews + 1)) for number in range(1, previews + 1))
-    return frozenset(place for place in places if 0 < place < steps)
 
 
 SAMPLE_RATE = 24_000

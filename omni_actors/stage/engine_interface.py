@@ -202,6 +202,14 @@ class EngineLost(EngineError):
     default_hint = "The stage restarts by itself; see its log for the device error."
 
 
+def preview_steps(steps: int, previews: int) -> frozenset[int]:
+    """Return the steps, counted from 1, after which a picture of `steps` steps is shown `previews` times.
+
+    They are spread evenly. The last step is not among them, so there may be fewer than asked for.
+    """
+    return frozenset(round(number * steps / (previews + 1)) for number in range(1, previews + 1)) - {0, steps}
+
+
 class StageEngine(ABC):
     """Computes one stage. Single-threaded: all calls come from the stage's main thread.
 

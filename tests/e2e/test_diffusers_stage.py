@@ -197,6 +197,38 @@ def test_requests_that_take_turns_get_what_diffusers_gives(engine_of, folder_of,
     assert engine.counts() == {"requests": 0}
 
 
+@pytest.mark.parametrize("name", ["z_image", "qwen_image", "flux2_klein", "stable_diffusion_3", "sana"])
+def test_previews_are_what_diffusers_makes_when_it_is_interrupted(engine_of, folder_of, name: str) -> None:
+    engine, arguments = engine_of(name), FAMILIES[name][1]
+    start(engine, "beside", "The blue sea.", seed=4, num_steps=6, **SIZE)
+    start(engine, "shown", seed=3, num_steps=6, previews=2, **SIZE)
+    events = events_of(engine)
+    pictures = [event for event in events if isinstance(event, ImageEvent) and event.request_id == "shown"]
+    assert [picture.preview for picture in pictures] == [True, True, False]
+    mine = [event for event in events if event.request_id == "shown" and not isinstance(event, FinishedEvent)]
+    order = [getattr(event, "step", "picture") for event in mine]
+    assert order == [1, 2, "picture", 3, 4, "picture", 5, 6, "picture"]
+    for picture, last in zip(pictures, (2, 4, 6), strict=True):
+
+        def stop(pipeline: Any, step: int, moment: Any, tensors: dict[str, Any], last: int = last) -> dict[str, Any]:
+            pipeline._interrupt = step + 1 == last
+            return {}
+
+        (wanted,) = reference(
+            folder_of(name), "A red fox.", 3, num_inference_steps=6, callback_on_step_end=stop, **arguments
+        )
+        assert numpy.array_equal(array_of(picture.pixels), wanted), (name, last)
+    (other,) = outputs_of(events)["beside"]
+    assert numpy.array_equal(
+        other, reference(folder_of(name), "The blue sea.", 4, num_inference_steps=6, **arguments)[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["stable_audio", "wan"])
+def test_what_is_no_picture_has_no_previews(engine_of, name: str) -> None:
+    assert "previews" not in {parameter.name for parameter in engine_of(name).facts.parameters}
+
+
 def write_adapter(model: Path, folder: Path, seed: int) -> Path:
     """A LoRA adapter of a pipeline's transformer with random weights, as diffusers saves it."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.float32)
@@ -317,7 +349,7 @@ def test_priority_goes_first_and_an_abort_ends_a_call_between_two_steps(engine_o
     [
         ({"num_steps": 1001}, "num_steps"),
         ({"extra_args": {"strength": 0.5}}, "strength"),
-        ({"previews": 1}, "previews"),
+        ({"previews": 17}, "previews"),
     ],
 )
 def test_what_the_pipeline_does_not_take_is_refused(engine_of, params, field: str) -> None:

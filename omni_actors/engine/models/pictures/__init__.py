@@ -19,6 +19,7 @@ STATES, NEGATIVE_STATES = "states", "negative_states"  # names of the prompts' h
 NEGATIVE_TOKENS = "negative_token_ids"  # name of the negative prompt's token ids, i64 [tokens]
 MAX_REFERENCES = 10  # pictures that a prompt refers to
 ADAPTER = Parameter("adapter", "text", most=128, about="LoRA adapter, by its name in the pipeline's YAML")
+PREVIEWS = Parameter("previews", "int", 0, 16, 0, about="pictures to show of the way to the final one")
 
 
 def picture(index: int) -> str:

@@ -21,6 +21,7 @@ from omni_actors.engine.models.diffusers_layout import Names, diffusers_class, f
 from omni_actors.engine.models.diffusion_layers import AdaptedLinear, rotation_at, rounded_rows
 from omni_actors.engine.rows import moved
 from omni_actors.errors import ConfigError
+from omni_actors.stage.engine_interface import preview_steps
 
 logger = logging.getLogger(__name__)
 
@@ -384,13 +385,6 @@ class PictureSpec:
         """One for each sequence that it has in a batch: two with guidance."""
         return [self.condition] if self.negative is None else [self.condition, self.negative]
 
-    def shows_after(self, step: int) -> bool:
-        """Whether a preview follows step number `step`, from 1; they are spread evenly, and none follows the last."""
-        if step >= self.num_steps:
-            return False
-        spread = self.previews + 1
-        return step * spread // self.num_steps > (step - 1) * spread // self.num_steps
-
 
 @dataclass
 class Picture:
@@ -455,7 +449,7 @@ class Denoiser:
         for picture, velocity in zip(pictures, velocities, strict=True):
             before, after = picture.sigmas[picture.done].item(), picture.sigmas[picture.done + 1].item()
             shown = None
-            if picture.spec.shows_after(picture.done + 1):
+            if picture.done + 1 in preview_steps(picture.spec.num_steps, picture.spec.previews):
                 shown = self.network.latents_of(picture.patches + before * velocity, picture.spec.size)
             picture.patches = picture.patches + (before - after) * velocity
             picture.done += 1

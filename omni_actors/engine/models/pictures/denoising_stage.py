@@ -24,7 +24,7 @@ from omni_actors.engine.models.diffusers_layout import (
     same_everywhere,
 )
 from omni_actors.engine.models.diffusion_layers import AdaptedLinear
-from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, reference
+from omni_actors.engine.models.pictures import ADAPTER, MAX_REFERENCES, PREVIEWS, reference
 from omni_actors.engine.models.pictures.denoising import (
     Denoiser,
     FlowSchedule,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 FP8 = "fp8_per_channel"  # vLLM's name for weights with a scale for each output, rounded while they are loaded
 MAX_STEPS = 1000
 MAX_PIXELS = 2048 * 2048
-MAX_PREVIEWS = 16
 
 
 class DenoisingStage(DiffusionModelRunner):
@@ -189,7 +188,7 @@ class DenoisingStage(DiffusionModelRunner):
                 _number("height", self.multiple, edge, defaults.height, "of the picture, in pixels", self.multiple),
                 _number("num_steps", fixed or 1, fixed or MAX_STEPS, fixed or defaults.num_steps, "denoising steps"),
                 self.guidance,
-                _number("previews", 0, MAX_PREVIEWS, 0, "pictures to show of the way to the final one"),
+                PREVIEWS,
                 *([ADAPTER] if self._adapters else []),
             )
         )
