@@ -34,12 +34,15 @@ checked > "$found" 2>&1 &
 checking=$!
 trap 'kill "$checking" 2> /dev/null || true; rm "$found"' EXIT
 # In two parts: what kills and stops processes does not run beside models, and its workers load none. Three workers for
-# two cores, then five: many tests wait for most of their time, those of processes for more than half of it.
+# two cores, then five: many tests wait for most of their time, those of processes for more than half of it. Beside other
+# work up to three more, each with its share of the cores.
+read -r load _ < /proc/loadavg
+more=$((${load%.*} > 5 ? 3 : ${load%.*} > 3 ? 1 : 0))
 status=0
 processes=(tests/chaos tests/launchers tests/nodes tests/process)
 parallel=(--durations=15 --dist=loadfile --no-loadscope-reorder)
-python -m pytest "${parallel[@]}" --numprocesses=3 "${processes[@]/#/--ignore=}" || status=$?
+python -m pytest "${parallel[@]}" --numprocesses=$((3 + more)) "${processes[@]/#/--ignore=}" || status=$?
 wait "$checking" || status=$?
 cat "$found"
-python -m pytest "${parallel[@]}" --numprocesses=5 "${processes[@]}" || status=$?
+python -m pytest "${parallel[@]}" --numprocesses=$((5 + more)) "${processes[@]}" || status=$?
 exit "$status"
