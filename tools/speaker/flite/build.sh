@@ -12,5 +12,5 @@ if [[ ! -e /usr/include/flite/flite.h ]]; then
     exit 1
 fi
 mkdir -p "$(dirname "$output")"
-gcc -O2 -static -o "$output" tools/speaker/flite/phones.c -Wl,--wrap=mlsa_resynthesis \
+gcc -O2 -static -o "$output" tools/speaker/flite/phones.c -Wl,--wrap=mlsa_resynthesis,--wrap=mlpg,--wrap=cart_interpret \
     -lflite_cmu_us_slt -lflite_cmu_us_rms -lflite_usenglish -lflite_cmulex -lflite -lm

@@ -12,7 +12,9 @@
 #include <string.h>
 
 #include <flite/flite.h>
+#include <flite/cst_cart.h>
 #include <flite/cst_cg.h>
+#include <flite/cst_regex.h>
 
 #define LINE_BYTES 16384
 
@@ -25,7 +27,8 @@ static const char *const PHONES[] = {
 
 static int with_wave;
 
-/* Most of the time goes into the wave. The linker puts this in the place of flite's own function (--wrap). */
+/* Most of the time goes into the wave, and into smoothing what it is made of. The linker puts these functions in the
+ * place of flite's own (--wrap). */
 cst_wave *__real_mlsa_resynthesis(const cst_track *, const cst_track *, cst_cg_db *, cst_audio_streaming_info *, int);
 cst_wave *__wrap_mlsa_resynthesis(const cst_track *params, const cst_track *strengths, cst_cg_db *db,
                                   cst_audio_streaming_info *stream, int mode)
@@ -37,6 +40,74 @@ cst_wave *__wrap_mlsa_resynthesis(const cst_track *params, const cst_track *stre
     cst_wave_set_sample_rate(silence, 16000);
     silence->samples[0] = 0;
     return silence;
+}
+
+cst_track *__real_mlpg(const cst_track *, cst_cg_db *);
+cst_track *__wrap_mlpg(const cst_track *params, cst_cg_db *db)
+{
+    return with_wave ? __real_mlpg(params, db) : new_track();
+}
+
+/* The rest goes into trees, two of which are walked for each frame of 5 ms. Their questions are about the frame or, most
+ * of them, about the state that it belongs to: answers are kept as long as that stays the same. flite asks anew. */
+#define OF_STATE "R:mcep_link.parent."
+#define MOST 512
+struct kept {
+    const cst_item *item;
+    int count;
+    struct {
+        const char *question;
+        cst_val *answer;
+    } all[MOST];
+};
+static struct kept of_state, of_frame;
+
+static void forget(struct kept *kept, const cst_item *item)
+{
+    while (kept->count)
+        delete_val(kept->all[--kept->count].answer);
+    kept->item = item;
+}
+
+static const cst_val *answer_to(const char *question, cst_item *item, struct kept *kept)
+{
+    for (int i = 0; i < kept->count; i++)
+        if (kept->all[i].question == question)
+            return kept->all[i].answer;
+    if (kept->count == MOST)
+        forget(kept, kept->item);
+    kept->all[kept->count].question = question;
+    return kept->all[kept->count++].answer = val_inc_refcount(ffeature(item, question));
+}
+
+static int says(const cst_val *answer, const cst_cart_node *node)
+{
+    switch (node->op) {
+    case CST_CART_OP_IS: return val_equal(answer, node->val);
+    case CST_CART_OP_LESS: return val_less(answer, node->val);
+    case CST_CART_OP_GREATER: return val_greater(answer, node->val);
+    case CST_CART_OP_IN: return val_member(answer, node->val);
+    case CST_CART_OP_MATCHES: return cst_regex_match(cst_regex_table[val_int(node->val)], val_string(answer));
+    }
+    fprintf(stderr, "phones: a tree of flite has an unknown question %d\n", node->op);
+    exit(1);
+}
+
+const cst_val *__wrap_cart_interpret(cst_item *item, const cst_cart *tree)
+{
+    const cst_item *state = item_parent(item_as(item, "mcep_link"));
+    if (!state || of_frame.item != item) /* what is no frame may change between two questions */
+        forget(&of_frame, item);
+    if (state && of_state.item != state)
+        forget(&of_state, state);
+    const cst_cart_node *node = tree->rule_table;
+    while (node->op != CST_CART_OP_LEAF) {
+        const char *question = tree->feat_table[node->feat];
+        int common = state && strncmp(question, OF_STATE, strlen(OF_STATE)) == 0;
+        const cst_val *answer = answer_to(question, item, common ? &of_state : &of_frame);
+        node = says(answer, node) ? node + 1 : tree->rule_table + node->no_node;
+    }
+    return node->val;
 }
 
 /* flite's audio output, which a static program would need ALSA for and which is never used here. */
@@ -109,6 +180,8 @@ int main(int count, char **arguments)
     while (fgets(line, sizeof line, stdin)) {
         line[strcspn(line, "\n")] = '\0';
         put_record(flite_synth_text(line, voice));
+        forget(&of_frame, NULL);
+        forget(&of_state, NULL);
     }
     return fflush(stdout) ? 1 : 0;
 }
