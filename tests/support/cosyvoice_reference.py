@@ -16,7 +16,7 @@ from unittest import mock
 import soundfile
 import torch
 from torch import nn
-from transformers import AutoTokenizer, Qwen2Config, Qwen2Model
+from transformers import AutoTokenizer, DynamicCache, Qwen2Config, Qwen2Model
 
 from omni_actors.engine.models.s3_vocoder.hift import OverlapHift
 from omni_actors.engine.models.s3_vocoder.runner import SEED
@@ -60,28 +60,36 @@ class CosyVoiceReference:
             before: what is said in the recording, or instructions with their mark.
             sounds: S3 tokens of the recording.
         """
-        made, longest = list[int](), 20 * len(self.tokenizer(text)["input_ids"])
-        while len(made) < longest:
-            code = self.likeliest(text, made, before, sounds)[-1]
+        count, past = len(self.tokenizer(text)["input_ids"]), DynamicCache()
+        made, rows = list[int](), self._prompt(text, before, sounds)
+        while len(made) < 20 * count:
+            scores = self._scores(rows, past)[-1]
+            code = int(scores[: END if len(made) < 2 * count else None].argmax())
             if code >= END:
                 break
             made.append(code)
+            rows = self.weights["speech_embedding.weight"][[code]]
         return made
 
     @torch.no_grad()
     def likeliest(self, text: str, codes: Sequence[int], before: str = "", sounds: Sequence[int] = ()) -> list[int]:
         """The likeliest token at the place of each of these codes, and after them."""
-        ids = self.tokenizer(text)["input_ids"]
-        read = (self.tokenizer(before)["input_ids"] if before else []) + ids
-        begin, speech = self.weights["llm_embedding.weight"].split(1)
-        table = self.weights["speech_embedding.weight"]
-        parts = [begin, self.layers.embed_tokens.weight[read], speech, table[[*sounds, *codes]]]
-        with one_thread():
-            states = self.layers(inputs_embeds=torch.cat(parts)[None], use_cache=False).last_hidden_state[0]
-        logits = states[-len(codes) - 1 :] @ self.weights["llm_decoder.weight"].T + self.weights["llm_decoder.bias"]
-        logits[: 2 * len(ids), END:] = -torch.inf
-        found: list[int] = logits.argmax(1).tolist()
+        rows = torch.cat([self._prompt(text, before, sounds), self.weights["speech_embedding.weight"][[*codes]]])
+        scores = self._scores(rows, None)[-len(codes) - 1 :]
+        scores[: 2 * len(self.tokenizer(text)["input_ids"]), END:] = -torch.inf
+        found: list[int] = scores.argmax(1).tolist()
         return found
+
+    def _prompt(self, text: str, before: str, sounds: Sequence[int]) -> torch.Tensor:
+        read = [*(self.tokenizer(before)["input_ids"] if before else []), *self.tokenizer(text)["input_ids"]]
+        begin, speech = self.weights["llm_embedding.weight"].split(1)
+        heard = self.weights["speech_embedding.weight"][[*sounds]]
+        return torch.cat([begin, self.layers.embed_tokens.weight[read], speech, heard])
+
+    def _scores(self, rows: torch.Tensor, past: DynamicCache | None) -> torch.Tensor:
+        with one_thread():
+            made = self.layers(inputs_embeds=rows[None], past_key_values=past, use_cache=past is not None)
+        return made.last_hidden_state[0] @ self.weights["llm_decoder.weight"].T + self.weights["llm_decoder.bias"]
 
 
 AHEAD, OVERLAP = 3, 8  # tokens, and mel frames
