@@ -161,14 +161,16 @@ def test_a_mistake_is_explained(launcher):
 
 async def test_sigterm_drains_the_pipeline(launch):
     data = disturbed_chain(0.01)
-    data["coordinator"]["drain_timeout"] = 10.0
+    data["coordinator"]["drain_timeout"] = 60.0
     launcher = launch(data).wait_ready()
     async with AsyncOmniClient(launcher.endpoint) as client:
         answers = [asyncio.create_task(ask_and_check(client, text_of(number))) for number in range(20)]
-        await until_in_flight(client, 20)
+        last = await client.submit("x" * 4000, timeout=120)  # until then the pipeline has something to finish
+        await until_in_flight(client, 21)
         launcher.process.send_signal(signal.SIGTERM)
         await eventually(lambda: "no request is taken any more; " in launcher.output, what="heard")
         with pytest.raises(StageUnavailable, match="shutting down"):
             await client.generate("late", modalities=["text"])
         await asyncio.gather(*answers)
+        await last.abort()
     assert launcher.wait_end() == 0
