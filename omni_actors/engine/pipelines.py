@@ -117,7 +117,7 @@ RESERVED = {
 
 
 class CallStopped(Exception):
-    """Unwinds the call of a request that nobody waits for."""
+    """Unwinds the call of an abandoned request."""
 
 
 class SteppedCall:
@@ -362,10 +362,10 @@ class DiffusersEngine(StageEngine):
         shown_after = preview_steps(running.params.num_steps or self._steps, running.params.previews or 0)
 
         def run(pause: Callable[[], None]) -> Any:
-            def after_step(*given: Any) -> dict[str, Any]:
+            def after_step(*stepped: Any) -> dict[str, Any]:
                 running.steps += 1
                 if running.steps in shown_after:
-                    running.shown.append(preview(given[-1]["latents"]))
+                    running.shown.append(preview(stepped[-1]["latents"]))
                 pause()
                 return {}
 

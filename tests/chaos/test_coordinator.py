@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from omni_actors.client import AsyncOmniClient
+from omni_actors.coordinator.core.requests import CLAIM_SECONDS
 from omni_actors.errors import Aborted, OmniError
 from omni_actors.host.run_directory import FLEET
 from omni_actors.protocol.messages import Operation
@@ -33,7 +35,8 @@ async def pids(client: AsyncOmniClient) -> dict[str, int]:
 async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, short_path):
     """With 50 requests in flight, twice in a row: nothing is lost, nothing comes twice, and stages compute on.
 
-    What a client claims too late, as it may on a busy machine, is computed again: without claims all 50, twice.
+    No stage computes again what its client claims in time. On a machine so busy that a coordinator takes seconds to
+    come back, that may be too late, but not for all 50, twice, as it would be without claims.
     """
     launcher = launch(disturbed_chain(0.015)).wait_ready()  # longer than two coordinators take to start
     async with AsyncOmniClient(launcher.endpoint) as client, AsyncOmniClient(launcher.endpoint) as watcher:
@@ -41,17 +44,21 @@ async def test_a_killed_coordinator_comes_back_and_its_requests_go_on(launch, sh
         texts = [text_of(number) * 10 for number in range(50)]
         asked = [asyncio.create_task(ask_and_check(client, text)) for text in texts]
         await until_in_flight(watcher, 50)
+        slowest = 0.0
         for _ in range(2):
-            former = coordinator_of(short_path)
+            former, killed = coordinator_of(short_path), time.monotonic()
             psutil.Process(former).kill()
             await until_healthy(watcher)
+            slowest = max(slowest, time.monotonic() - killed)
             assert next_coordinator(short_path, former)
             assert not all(task.done() for task in asked)
         await ask_and_check(client, "others, too")
         await asyncio.gather(*asked)
         stages = await replicas(watcher)
         assert {name: status.pid for name, status in stages.items()} == before, launcher.output
-        assert max(status.counts["total_runs"] for status in stages.values()) <= 101
+        runs = {status.counts["total_runs"] for status in stages.values()}
+        assert min(runs) >= 51
+        assert max(runs) <= (51 if slowest < CLAIM_SECONDS / 3 else 101), slowest
     launcher.wait_idle()
     assert launcher.output.count("the coordinator died (killed by signal 9) and is started again") == 2
     assert launcher.output.count("[omni_actors] starting ") == 1

@@ -12,7 +12,7 @@ from tests.support.paths import REPOSITORY
 
 PACKAGE = lines_per_package.PACKAGE
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-CODE_LINES = 34_902
+CODE_LINES = 34_898
 FILES = 245
 
 

@@ -118,16 +118,10 @@ class Flux2TextEncoder(OneStepStage):
         return DiffusionJob((torch.tensor(token_ids), name), 1, needed, needed, 8 * len(token_ids), tokens=MAX_TOKENS)
 
     def compute(self, given: torch.Tensor, detail: str) -> dict[str, torch.Tensor]:
-        """The states of a prompt, by the name that `detail` is."""
-        return {detail: self.encode(given)}
-
-    @torch.inference_mode()
-    def encode(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The states [512, 3 * width] of token ids i64 [tokens]."""
-        count = len(token_ids)
-        self._ids.fill_(self._filling)[0, :count] = token_ids
-        self._shown.zero_()[0, :count] = 1
-        return self._graphs.replay(MAX_TOKENS).clone()
+        """The states [512, 3 * width] of token ids i64 [tokens], by the name that `detail` is."""
+        self._ids.fill_(self._filling)[0, : len(given)] = given
+        self._shown.zero_()[0, : len(given)] = 1
+        return {detail: self._graphs.replay(MAX_TOKENS).clone()}
 
     def _states(self) -> torch.Tensor:
         states = self._model(
